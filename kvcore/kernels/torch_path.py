@@ -1,0 +1,116 @@
+"""Vectorised torch path of the kernels: the fast path on CPUs and the fallback on any device.
+
+Legend: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, Q query tokens, N entries, d head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
+from torch import Tensor
+
+# Queries per block where a mask has to exist: bounds the mask to 512 x N booleans.
+QUERY_BLOCK = 512
+
+
+def group_queries(query: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, Hq, Q, d] -> [B, Hkv, G * Q, d], so that one matrix product reads each key once per KV head."""
+    batch, num_heads, num_queries, head_dim = query.shape
+    return query.reshape(batch, num_kv_heads, num_heads // num_kv_heads * num_queries, head_dim)
+
+
+def _logits(query: Tensor, key: Tensor, scale: float, bias: Tensor | None, group_size: int) -> Tensor:
+    """fp32 logits [B, Hkv, G, Q, N] of grouped queries [B, Hkv, G * Q, d]."""
+    batch, num_kv_heads, rows, _ = query.shape
+    logits = torch.matmul(query * scale, key.transpose(-1, -2)).float()
+    logits = logits.view(batch, num_kv_heads, group_size, rows // group_size, key.shape[2])
+    return logits if bias is None else logits + bias
+
+
+def decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_attention`."""
+    batch, num_heads, num_queries, _ = query.shape
+    num_kv_heads = key.shape[1]
+    logits = _logits(group_queries(query, num_kv_heads), key, scale, bias, num_heads // num_kv_heads)
+    lse = torch.logsumexp(logits, dim=-1)
+    weights = torch.exp(logits - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).to(value.dtype)
+    output = torch.matmul(weights.flatten(2, 3), value)
+    return output.view(batch, num_heads, num_queries, -1), lse.view(batch, num_heads, num_queries)
+
+
+def merge_states(outputs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """See `reference.merge_states`."""
+    stacked = torch.stack(lses)
+    lse = torch.logsumexp(stacked, dim=0)
+    weights = torch.exp(stacked - lse.nan_to_num(neginf=0.0)).unsqueeze(-1)
+    output = (weights * torch.stack(outputs).float()).sum(0)
+    return output.to(outputs[0].dtype), lse
+
+
+def attend_parts(query: Tensor, parts: list[tuple[Tensor, Tensor, Tensor | None]], scale: float) -> Tensor:
+    """One softmax over several parts: their logits are laid side by side, keys and values are not copied.
+
+    Args:
+        query: [B, Hq, Q, d], post-RoPE.
+        parts: (key [B, Hkv, N_i, d], value [B, Hkv, N_i, dv], bias or None), bias as in `decode_attention`.
+        scale: factor on the logits.
+
+    Returns:
+        [B, Hq, Q, dv] in the query's dtype. Every query must see at least one entry.
+    """
+    batch, num_heads, num_queries, _ = query.shape
+    num_kv_heads = parts[0][0].shape[1]
+    grouped = group_queries(query, num_kv_heads)
+    group_size = num_heads // num_kv_heads
+    logits = [_logits(grouped, key, scale, bias, group_size) for key, _, bias in parts]
+    weights = torch.softmax(torch.cat(logits, dim=-1), dim=-1).flatten(2, 3)
+    output: Tensor | None = None
+    for weight, (_, value, _) in zip(weights.split([p[0].shape[2] for p in parts], dim=-1), parts, strict=True):
+        partial = torch.matmul(weight.to(value.dtype), value)
+        output = partial if output is None else output + partial
+    assert output is not None
+    return output.to(query.dtype).view(batch, num_heads, num_queries, -1)
+
+
+def prefill_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, padding: list[int], window: int | None = None
+) -> Tensor:
+    """See `reference.prefill_attention`. Rows are sliced past their padding, so no T x T mask ever exists."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    start = num_keys - num_queries
+    if not any(padding):
+        return _causal_row(query, key, value, scale, window)
+    output = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for row, pad in enumerate(padding):
+        first = max(pad - start, 0)
+        if first < num_queries:
+            one = slice(row, row + 1)
+            output[one, :, first:] = _causal_row(
+                query[one, :, first:], key[one, :, pad:], value[one, :, pad:], scale, window
+            )
+    return output
+
+
+def _causal_row(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    """Causal attention of rows without padding."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    gqa = query.shape[1] != key.shape[1]
+    if num_queries == num_keys and (window is None or window >= num_keys):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=gqa)
+    blocks = []
+    for begin in range(0, num_queries, QUERY_BLOCK):
+        block = query[:, :, begin : begin + QUERY_BLOCK]
+        last = num_keys - num_queries + begin + block.shape[2]
+        first = 0 if window is None else max(0, last - block.shape[2] - window + 1)
+        keys, values = key[:, :, first:last], value[:, :, first:last]
+        positions = torch.arange(first, last, device=key.device)
+        rows = positions[-block.shape[2] :, None]
+        visible = positions[None, :] <= rows
+        if window is not None:
+            visible &= positions[None, :] > rows - window
+        blocks.append(
+            F.scaled_dot_product_attention(block, keys, values, attn_mask=visible, scale=scale, enable_gqa=gqa)
+        )
+    return torch.cat(blocks, dim=2)
