@@ -138,6 +138,8 @@ class CompressedCache(Cache):
             the whole prompt, padding included; None means that the first forward is the whole prompt.
     """
 
+    layers: list[CacheLayer]  # type: ignore[assignment]
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -154,7 +156,7 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Back to the empty cache: every stored tensor dropped, length 0, a fresh ledger."""
-        self.layers = self.make_layers()  # type: ignore[assignment]
+        self.layers = self.make_layers()
         self.phase = Phase.EMPTY
         self.ledger = Ledger()
         self._tokens = 0

@@ -58,7 +58,7 @@ class Method:
             window = max(filter(None, spec.sliding_windows))
             raise NotImplementedError(
                 f"method '{self.name}' does not support sliding-window layers (window {window} in "
-                f"{spec.backbone_id or 'this model'}) with budget={budget.value}: the model bounds those layers itself. "
+                f"{spec.backbone_id or 'this model'}) with budget={budget.value}: the model bounds them itself. "
                 "Use budget=1.0, or a checkpoint with full attention"
             )
 
