@@ -64,6 +64,8 @@ class CacheLayer(BatchedState, CacheLayerMixin):
         spec, budget: of the cache that owns the layer.
         layer_idx: index of the decoder layer.
         attended: set by `attend`: mean attended entries per row and KV head in the latest step (float or 0-d tensor).
+        fetched_bytes: set by `attend` of methods that keep tokens on the host: bytes moved to the device in the
+            latest step, over all rows and KV heads.
     """
 
     is_croppable = False
@@ -72,6 +74,7 @@ class CacheLayer(BatchedState, CacheLayerMixin):
         super().__init__()
         self.spec, self.budget, self.layer_idx = spec, budget, layer_idx
         self.attended: float | Tensor = 0.0
+        self.fetched_bytes = 0
         self._length = 0
 
     def observe(self, query: Tensor, keys: Tensor, padding: list[int], scale: float) -> None:
@@ -211,6 +214,7 @@ class CompressedCache(Cache):
             tokens = self._tokens + self._forward_tokens
             output = layer.attend(query, key, value, scale, tokens)
             self._record_attended(layer, tokens)
+            self.ledger.h2d_bytes += layer.fetched_bytes
             return output
         keys, values = self._stage(layer_idx, key, value)
         output = prefill_attention(query, keys, values, scale, self._padding, window)
