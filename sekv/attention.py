@@ -1,0 +1,80 @@
+"""Mixed-resolution attention: one softmax over exact entries, coarse entries and zoomed tokens. Training and the cache
+share this file. arXiv 2606.31145, section 3.3.
+
+Legend: B batch rows, Hq query heads, Hkv KV heads, Q query tokens, n entries of a part, d head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Part:
+    """Some entries of the one softmax.
+
+    Attributes:
+        logits: [B, Hq, Q, n], fp32; -inf hides an entry.
+        values: [B, Hkv, n, d].
+        weight: factor on each entry's unnormalised mass, broadcastable to [B, Hq, Q, n]; None is 1. It enters the
+            output linearly, so its gradient exists at 0 as well as at 1.
+    """
+
+    logits: Tensor
+    values: Tensor
+    weight: Tensor | None = None
+
+
+def mixed_attention(parts: list[Part]) -> Tensor:
+    """Σ_parts w·exp(logit)·v / Σ_parts w·exp(logit).
+
+    With z as the weight of a span's tokens and 1 - z as the weight of its coarse entry this is
+    `(Σ_s z_s a_s o_s + (1 - z_s) b_s v̄_s + resident) / (Σ_s z_s a_s + (1 - z_s) b_s + resident)`.
+
+    Returns:
+        [B, Hq, Q, d] in the dtype of the first part's values.
+    """
+    top = torch.stack([part.logits.detach().amax(dim=-1) for part in parts]).amax(dim=0).unsqueeze(-1)
+    numerator: Tensor | None = None
+    denominator: Tensor | None = None
+    for part in parts:
+        mass = torch.exp(part.logits - top)
+        if part.weight is not None:
+            mass = mass * part.weight
+        batch, num_heads, num_queries, _ = mass.shape
+        grouped = mass.reshape(batch, part.values.shape[1], -1, mass.shape[-1]).to(part.values.dtype)
+        output = (grouped @ part.values).view(batch, num_heads, num_queries, -1).float()
+        total = mass.sum(dim=-1, keepdim=True)
+        numerator = output if numerator is None else numerator + output
+        denominator = total if denominator is None else denominator + total
+    assert numerator is not None and denominator is not None
+    return (numerator / denominator).to(parts[0].values.dtype)
+
+
+def span_parts(
+    token_logits: Tensor,
+    values: Tensor,
+    coarse_logits: Tensor,
+    coarse_values: Tensor,
+    zoom: Tensor,
+    span_of_token: Tensor,
+) -> list[Part]:
+    """The spans of a training step, every token at hand: tokens weighted by z, coarse entries by 1 - z.
+
+    Args:
+        token_logits: [B, Hq, Q, N] exact logits of the spans' tokens (from the gated reconstruction or the raw keys).
+        values: [B, Hkv, N, d].
+        coarse_logits: [B, Hq, Q, S], span length (or estimated mass) included.
+        coarse_values: [B, Hkv, S, d].
+        zoom: [B, Hq, Q, S] from `Router.zoom`.
+        span_of_token: [B, N], S for padding tokens (whose logits must be -inf).
+    """
+    index = span_of_token[:, None, None].expand(*token_logits.shape)
+    padded = torch.nn.functional.pad(zoom, (0, 1))
+    return [
+        Part(token_logits, values, padded.gather(-1, index)),
+        Part(coarse_logits, coarse_values, 1.0 - zoom),
+    ]

@@ -1,0 +1,112 @@
+"""Router checkpoints: safetensors with the form, the backbone's id and its shapes; a mismatch is refused.
+
+Legend: none (no tensor arithmetic here).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from kvcore.budget import ModelSpec
+from sekv.routing import Router, RouterConfig
+
+FORMAT = "sekv-router-1"
+SHAPE_FIELDS = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
+
+
+def save_router(router: Router, path: str | Path, backbone_id: str, notes: dict[str, str] | None = None) -> None:
+    """Write a router atomically.
+
+    Args:
+        path: the file to write (folders are created).
+        backbone_id: id of the backbone it was trained for.
+        notes: how it was made (command, seed, data, time), kept as text.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.detach().to("cpu").contiguous() for name, t in router.state_dict().items()}
+    metadata = {
+        "format": FORMAT,
+        "backbone": backbone_id,
+        "config": json.dumps(asdict(router.config)),
+        "notes": json.dumps(notes or {}),
+    }
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_router(path: str | Path, spec: ModelSpec | None = None) -> Router:
+    """Read a router, in fp32 and without gradients.
+
+    Args:
+        path: a file written by `save_router`.
+        spec: the model it shall serve; checked when given.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not a router checkpoint, or made for another backbone or shape (both named).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no SeKV checkpoint at {path}; train one with train.py, or use checkpoint=none")
+    with safe_open(str(path), framework="pt") as stored:
+        metadata = stored.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path} is not a SeKV checkpoint of format {FORMAT}; found {metadata.get('format')!r}")
+        tensors = {name: stored.get_tensor(name).float() for name in stored.keys()}  # noqa: SIM118 - not a dict
+    config = RouterConfig(**json.loads(metadata["config"]))
+    if spec is not None:
+        check_backbone(config, metadata["backbone"], spec, path)
+    router = Router(config)
+    router.load_state_dict(tensors)
+    return router.requires_grad_(False).eval()
+
+
+def check_backbone(config: RouterConfig, backbone: str, spec: ModelSpec, path: Path) -> None:
+    """Refuse a checkpoint of another backbone or shape.
+
+    Raises:
+        ValueError: naming both.
+    """
+    stored = {field: getattr(config, field) for field in SHAPE_FIELDS}
+    wanted = {field: getattr(spec, field) for field in SHAPE_FIELDS}
+    if stored != wanted or not same_backbone(backbone, spec.backbone_id):
+        raise ValueError(
+            f"SeKV checkpoint {path} was trained for backbone '{backbone}' {stored}; this model is "
+            f"'{spec.backbone_id}' {wanted}. Train one for this backbone, or use checkpoint=none"
+        )
+
+
+def same_backbone(first: str, second: str) -> bool:
+    """Whether two backbone ids name the same checkpoint; an id and a folder match when their last parts do."""
+    return Path(first).name.lower() == Path(second).name.lower()
+
+
+def router_bytes(router: Router) -> int:
+    """Bytes of the trained parameters, reported apart from the cache."""
+    return sum(p.numel() * p.element_size() for p in router.parameters())
+
+
+def router_config(spec: ModelSpec, **form: object) -> RouterConfig:
+    """A router form for a model's shape."""
+    shape = {field: getattr(spec, field) for field in SHAPE_FIELDS}
+    return RouterConfig(**shape, **form)  # type: ignore[arg-type]
+
+
+def untrained(spec: ModelSpec, **form: object) -> Router:
+    """The untrained router of a form, for a model's shape."""
+    return Router(router_config(spec, **form)).requires_grad_(False).eval().to(torch.float32)
