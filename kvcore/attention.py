@@ -37,8 +37,17 @@ log = get_logger(__name__)
 
 def active_cache() -> CompressedCache | None:
     """The compressed cache of the forward under way in this thread, if any."""
-    stack: list[CompressedCache | None] = getattr(_active, "stack", [])
-    return stack[-1] if stack else None
+    stack: list[tuple[CompressedCache | None, Tensor | None]] = getattr(_active, "stack", [])
+    return stack[-1][0] if stack else None
+
+
+def active_input_ids() -> Tensor | None:
+    """Token ids [B, Q] of the forward under way in this thread; None outside one or when it was given embeddings.
+
+    For methods that compress along the text (sentences, delimiters): their layers see it while the prefill runs.
+    """
+    stack: list[tuple[CompressedCache | None, Tensor | None]] = getattr(_active, "stack", [])
+    return stack[-1][1] if stack else None
 
 
 def attention_forward(
@@ -145,10 +154,10 @@ def _cache_of(kwargs: dict[str, Any]) -> Any:
     return kwargs.get("past_key_values") if cache is None else cache
 
 
-def _push(cache: CompressedCache | None) -> None:
+def _push(cache: CompressedCache | None, input_ids: Tensor | None = None) -> None:
     if not hasattr(_active, "stack"):
         _active.stack = []
-    _active.stack.append(cache)
+    _active.stack.append((cache, input_ids))
 
 
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -162,11 +171,11 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     except BaseException:
         _push(None)  # the after-hook runs in any case and takes it off again
         raise
-    _push(cache)
+    _push(cache, kwargs.get("input_ids", args[0] if args else None))
 
 
 def _after_forward(model: PreTrainedModel | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    cache = _active.stack.pop()
+    cache, _ = _active.stack.pop()
     if cache is None or output is None or model is None:
         return
     input_ids = kwargs.get("input_ids", args[0] if args else None)
