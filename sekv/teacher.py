@@ -1,0 +1,161 @@
+"""The teacher's one pass over a sample: keys and values of every layer, queries after the context, hidden states.
+
+Teacher and student share this prefill: the student later reads the same prefix keys and values, layer by layer.
+Legend: B batch rows, Hq query heads, Hkv KV heads, N tokens of the sample, T context tokens, Q = N - T query tokens,
+d head dimension, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvcore.attention import attach, prefill
+from kvcore.budget import Budget, ModelSpec
+from kvcore.cache import CacheLayer, CompressedCache, LayerPrompt
+
+# Queries whose logits over the whole context exist at once.
+QUERY_BLOCK = 64
+
+
+@dataclass
+class LayerCapture:
+    """What the teacher saw in one layer.
+
+    Attributes:
+        query: [B, Hq, Q, d] of the query tokens, scaled by the attention scale.
+        keys, values: [B, Hkv, N, d] of context and query tokens.
+        scale: the attention scale.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    scale: float
+
+
+@dataclass
+class Capture:
+    """The teacher's pass over one batch of samples.
+
+    Attributes:
+        input_ids: [B, N].
+        context: T.
+        layers: one capture per layer.
+        hidden: [B, N, D] last hidden states after the final norm.
+        far_mass: [B, Q] mean share of attention that falls on the context before the local window.
+    """
+
+    input_ids: Tensor
+    context: int
+    layers: list[LayerCapture]
+    hidden: Tensor
+    far_mass: Tensor
+
+
+class _CaptureLayer(CacheLayer):
+    """Keeps what the losses need; never decodes."""
+
+    def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int, context: int, window: int) -> None:
+        super().__init__(spec, budget, layer_idx)
+        self.context, self.window = context, window
+        self.query: list[Tensor] = []
+        self.far_mass: list[Tensor] = []
+        self.captured: LayerCapture | None = None
+
+    def observe(self, query: Tensor, keys: Tensor, padding: list[int], scale: float) -> None:
+        first = keys.shape[2] - query.shape[2]
+        new = query[:, :, max(self.context - first, 0) :]
+        if new.shape[2] == 0:
+            return
+        self.query.append(new * scale)
+        start = keys.shape[2] - new.shape[2]
+        far = max(self.context - self.window, 0)
+        self.far_mass += [
+            _far_share(block, keys, start + offset * QUERY_BLOCK, far)
+            for offset, block in enumerate(self.query[-1].split(QUERY_BLOCK, dim=2))
+        ]
+
+    def build(self, prompt: LayerPrompt) -> None:
+        self.captured = LayerCapture(torch.cat(self.query, dim=2), prompt.keys, prompt.values, prompt.scale)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tokens: int) -> Tensor:
+        raise RuntimeError("a teacher's capture is not a cache to decode with")
+
+
+class _CaptureCache(CompressedCache):
+    """Collects the hidden states beside the layers' captures."""
+
+    hidden: list[Tensor]
+
+    def chunk_prefilled(self, model: PreTrainedModel, input_ids: Tensor | None, hidden: Tensor) -> None:
+        self.hidden.append(hidden)
+
+
+def _far_share(query: Tensor, keys: Tensor, position: int, far: int) -> Tensor:
+    """Share of attention on the first `far` tokens, mean over heads.
+
+    Args:
+        query: [B, Hq, b, d], scaled.
+        keys: [B, Hkv, n, d], n >= position + b.
+        position: index of the first query's own token.
+        far: tokens that count as far.
+
+    Returns:
+        [B, b] in fp32.
+    """
+    batch, num_heads, num_queries, dim = query.shape
+    grouped = query.reshape(batch, keys.shape[1], -1, dim)
+    logits = (grouped @ keys[:, :, : position + num_queries].mT).float()
+    logits = logits.view(batch, num_heads, num_queries, -1)
+    own = torch.arange(position, position + num_queries, device=keys.device)
+    future = torch.arange(logits.shape[-1], device=keys.device) > own[:, None]
+    logits = logits.masked_fill(future, float("-inf"))
+    return torch.exp(logits[..., :far].logsumexp(-1) - logits.logsumexp(-1)).mean(dim=1)
+
+
+@torch.no_grad()
+def capture(
+    model: PreTrainedModel, input_ids: Tensor, context: int, window: int, chunk_size: int | None = None
+) -> Capture:
+    """One exact pass over samples without padding; no T x T or Q x T matrix exists.
+
+    Args:
+        model: the frozen causal LM.
+        input_ids: [B, N].
+        context: T, tokens the memory may be built from; the N - T tokens after it are the queries.
+        window: local window in tokens, for query mining.
+        chunk_size: tokens per forward; None reads the sample in one.
+
+    Raises:
+        ValueError: no token before or after the context.
+    """
+    total = input_ids.shape[1]
+    if not 0 < context < total:
+        raise ValueError(f"a sample needs tokens before and after its context; received context={context} of {total}")
+    spec, budget = attach(model), Budget(1.0)
+
+    def layers() -> list[CacheLayer]:
+        return [_CaptureLayer(spec, budget, index, context, window) for index in range(spec.num_layers)]
+
+    cache = _CaptureCache(spec, budget, layers, "teacher")
+    cache.hidden = []
+    prefill(model, cache, input_ids, chunk_size=chunk_size)
+    captured = [layer for layer in cache.layers if isinstance(layer, _CaptureLayer)]
+    far = torch.stack([torch.cat(layer.far_mass, dim=1) for layer in captured]).mean(dim=0)
+    states = [layer.captured for layer in captured if layer.captured is not None]
+    return Capture(input_ids, context, states, torch.cat(cache.hidden, dim=1), far)
+
+
+def mine_queries(far_mass: Tensor, share: float) -> Tensor:
+    """Indices [B, P] (ascending) of the query tokens that look furthest: the share with the most far attention.
+
+    Args:
+        far_mass: [B, Q] from `capture`.
+        share: of the query tokens to keep, in (0, 1].
+    """
+    count = max(1, round(share * far_mass.shape[1]))
+    return far_mass.topk(count, dim=1).indices.sort(dim=1).values
