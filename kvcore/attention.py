@@ -235,7 +235,7 @@ def prefill(
             input_ids=input_ids[:, start:stop],
             attention_mask=None if attention_mask is None else attention_mask[:, :stop],
             position_ids=None if position_ids is None else position_ids[:, start:stop],
-            past_key_values=cache,
+            cache=cache,
             logits_to_keep=1,
         ).logits
     if logits is None:

@@ -105,6 +105,16 @@ class CacheLayer(BatchedState, CacheLayerMixin):
             [B, Hq, Q, d].
         """
 
+    def attended_lse(self, query: Tensor, scale: float) -> Tensor | None:
+        """Log-sum-exp of a query's logits over the prompt tokens that the latest step attended to one by one.
+
+        For coverage measurements only; called after `attend` with its last query [B, Hq, 1, d].
+
+        Returns:
+            [B, Hq, 1], natural log; None when the layer cannot say.
+        """
+        return None
+
     # --- the part of the transformers interface that works per layer
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -154,6 +164,7 @@ class CompressedCache(Cache):
         super().__init__(layers=[])
         self.spec, self.budget, self.method = spec, budget, method
         self.make_layers = make_layers
+        self.attend_observer: Callable[[CacheLayer, Tensor, float], None] | None = None
         self.prefill_tokens = prefill_tokens
         self.reset()
 
@@ -213,15 +224,21 @@ class CompressedCache(Cache):
         if self.phase is Phase.DECODE:
             tokens = self._tokens + self._forward_tokens
             output = layer.attend(query, key, value, scale, tokens)
+            if self.attend_observer is not None:
+                self.attend_observer(layer, query, scale)
             self._record_attended(layer, tokens)
             self.ledger.h2d_bytes += layer.fetched_bytes
             return output
         keys, values = self._stage(layer_idx, key, value)
         output = prefill_attention(query, keys, values, scale, self._padding, window)
-        layer.observe(query, keys, self._padding, scale)
+        self.take_prefill(layer_idx, query, keys, scale)
+        return output
+
+    def take_prefill(self, layer_idx: int, query: Tensor, keys: Tensor, scale: float) -> None:
+        """Observe a staged prefill chunk of one layer, and compress the layer after the last one."""
+        self.layers[layer_idx].observe(query, keys, self._padding, scale)
         if self._last_chunk:
             self.layer_prefilled(layer_idx, scale)
-        return output
 
     def end_forward(self, model: PreTrainedModel, input_ids: Tensor | None, hidden: Tensor) -> None:
         """A forward ended.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer
+from kvcore.cache import CacheLayer, LayerPrompt
 from kvcore.exact import ExactLayer
 from kvcore.kernels import decode_attention, group_queries
 from kvcore.method import Method, register
@@ -36,6 +36,17 @@ class OracleLayer(ExactLayer):
             attended += kept / num_queries
         self.attended = attended
         return torch.cat(outputs, dim=2)
+
+    def build(self, prompt: LayerPrompt) -> None:
+        super().build(prompt)
+        self._prompt_tokens = prompt.keys.shape[2]
+
+    def attended_lse(self, query: Tensor, scale: float) -> Tensor | None:
+        assert self.keys is not None
+        bias, _ = self._choose(query, self.keys, scale, self._visible_bias(1), self.keys.shape[2])
+        keys, count = self.keys[:, :, : self._prompt_tokens], self._prompt_tokens
+        logits = torch.matmul(group_queries(query, keys.shape[1]) * scale, keys.transpose(-1, -2)).float()
+        return torch.logsumexp(logits + bias[:, :, :, 0, :count], dim=-1).view(query.shape[:3])
 
     def _visible_bias(self, num_queries: int) -> Tensor | None:
         visible = self.visible(num_queries)
