@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from kvcore.log import get_logger
 
 log = get_logger(__name__)
-SENTENCE_END = ".!?。！？\n"
-CLAUSE_END = SENTENCE_END + ",;:，；："
+SENTENCE_END = ".!?\n\u3002\uff01\uff1f"  # Latin and full-width marks
+CLAUSE_END = SENTENCE_END + ",;:\uff0c\uff1b\uff1a"
 
 
 def delimiter_token_ids(model: PreTrainedModel, characters: str) -> tuple[int, ...]:

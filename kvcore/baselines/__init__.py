@@ -4,11 +4,22 @@ from kvcore.baselines.chunkkv import ChunkKV
 from kvcore.baselines.full import Full
 from kvcore.baselines.h2o import H2O
 from kvcore.baselines.oracle_topk import OracleTopK
+from kvcore.baselines.pyramidkv import PyramidKV
 from kvcore.baselines.quest import Quest
 from kvcore.baselines.retroinfer import RetroInfer
-from kvcore.baselines.pyramidkv import PyramidKV
 from kvcore.baselines.scissorhands import Scissorhands
 from kvcore.baselines.snapkv import SnapKV
 from kvcore.baselines.streaming_llm import StreamingLLM
 
-__all__ = ["ChunkKV", "Full", "H2O", "OracleTopK", "Quest", "RetroInfer", "PyramidKV", "Scissorhands", "SnapKV", "StreamingLLM"]
+__all__ = [
+    "H2O",
+    "ChunkKV",
+    "Full",
+    "OracleTopK",
+    "PyramidKV",
+    "Quest",
+    "RetroInfer",
+    "Scissorhands",
+    "SnapKV",
+    "StreamingLLM",
+]

@@ -67,7 +67,18 @@ class EvictingLayer(CacheLayer):
     # --- what a method decides
     @abstractmethod
     def rank(self, keys: Tensor, values: Tensor, row: int, scale: float) -> Tensor:
-        """Priority [Hkv, n] (fp32) of every prompt token of one row: prompt scores in [0, GENERATED), or PINNED."""
+        """Rank [Hkv, n] (floating) of every prompt token of one row: prompt scores in [0, GENERATED), or PINNED; -inf
+        for one that is not kept though there be room."""
+
+    def slot_priority(self, rank: Tensor, indices: Tensor, row: int) -> Tensor:
+        """Priority [Hkv, c] that the kept tokens start with; by default their rank.
+
+        Args:
+            rank: [Hkv, n], of every prompt token.
+            indices: [Hkv, c], positions of the kept tokens in their row.
+            row: batch row.
+        """
+        return rank.gather(1, indices)
 
     def capacity(self, tokens: int) -> int:
         """Slots per KV head of this layer for a row of `tokens` tokens."""
@@ -88,21 +99,25 @@ class EvictingLayer(CacheLayer):
         return {}
 
     def eviction_rank(self) -> Tensor:
-        """[B, Hkv, C], fp32: slots are given up from the lowest; the infinities of the priority are kept."""
+        """[B, Hkv, C], floating: slots are given up from the lowest; the infinities of the priority are kept."""
         assert self.priority is not None
         return self.priority
+
+    def make_room(self, new_tokens: int) -> None:
+        """Free slots before new tokens are stored; by default they overwrite the lowest ranked one by one."""
 
     # --- prefill
     def compress(self, prompt: LayerPrompt, row: int) -> Entries:
         """What this layer keeps of one row: at most `capacity` entries. The best-ranked tokens, in text order;
         equal ranks go to the earlier token."""
         keys, values = prompt.row(row)
-        priority = self.rank(keys, values, row, prompt.scale)
+        rank = self.rank(keys, values, row, prompt.scale)
         count = min(self.capacity(keys.shape[1]), keys.shape[1])
-        best = priority.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(dim=-1).values
+        best = rank.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(dim=-1).values
         gather = best.unsqueeze(-1).expand(-1, -1, keys.shape[2])
         side = self.side_entries(best, prompt.padding[row])
-        return Entries(keys.gather(1, gather), values.gather(1, gather), priority.gather(1, best), side)
+        priority = self.slot_priority(rank, best, row).float()
+        return Entries(keys.gather(1, gather), values.gather(1, gather), priority, side)
 
     def build(self, prompt: LayerPrompt) -> None:
         rows = [self.compress(prompt, row) for row in range(len(prompt.padding))]
@@ -176,6 +191,7 @@ class EvictingLayer(CacheLayer):
             side: [B, Hkv, Q] for every name in `SIDE`.
         """
         resized = self._resize(key.shape[2])
+        self.make_room(key.shape[2])
         assert self.keys is not None and self.values is not None and self.priority is not None
         # never more new tokens than the poorest row may evict, so that pinned slots survive
         replaceable = int((self.priority < PINNED).sum(-1).min())

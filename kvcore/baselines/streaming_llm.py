@@ -11,10 +11,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvcore.baselines.eviction import GENERATED, PINNED, EvictingLayer
+from kvcore.baselines.eviction import GENERATED, PINNED, EvictingLayer, EvictingMethod
 from kvcore.budget import Budget, ModelSpec
 from kvcore.cache import CacheLayer
-from kvcore.method import Method, register
+from kvcore.method import register
 from kvcore.rope import shift_positions
 
 Positions = Literal["absolute", "in_cache"]
@@ -55,7 +55,7 @@ class StreamingLayer(EvictingLayer):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class StreamingLLM(Method):
+class StreamingLLM(EvictingMethod):
     """Sinks + recency window (https://arxiv.org/abs/2309.17453).
 
     Args:
@@ -75,5 +75,5 @@ class StreamingLLM(Method):
         if self.positions not in ("absolute", "in_cache"):
             raise ValueError(f"positions must be 'absolute' or 'in_cache'; received {self.positions!r}")
 
-    def make_layer(self, spec: ModelSpec, budget: Budget, layer_idx: int) -> CacheLayer:
+    def make_evicting_layer(self, spec: ModelSpec, budget: Budget, layer_idx: int) -> CacheLayer:
         return StreamingLayer(spec, budget, layer_idx, self.num_sinks, self.positions)
