@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
-from kvcore.baselines.retrieval import SIZE_BYTES, RetrievalCache, RetrievalLayer, Shared, Units, check_options, hide
+from kvcore.baselines.retrieval import SIZE_BYTES, RetrievalCache, RetrievalLayer, Units, check_options
 from kvcore.baselines.retrieval_plan import Planner
+from kvcore.baselines.retrieval_store import Shared, hide
 from kvcore.budget import Budget, ModelSpec
 from kvcore.cache import CacheLayer, CompressedCache
 from kvcore.exact import ExactLayer
@@ -36,7 +37,6 @@ class QuestLayer(RetrievalLayer):
         return Units(order, sizes, {"minimum": low.amin(2), "maximum": high.amax(2)} if pages else self._none(keys))
 
     def page_size(self, row: int) -> int:
-        assert self.unit_tokens is not None
         return int(self.unit_tokens[row])
 
     def score(self, query: Tensor, scale: float) -> Tensor:
@@ -47,7 +47,6 @@ class QuestLayer(RetrievalLayer):
         return (bound + downward @ self.summaries["minimum"].transpose(-1, -2)).squeeze(2).float()
 
     def absorb(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        assert self.sizes is not None and self.unit_counts is not None and self.unit_tokens is not None
         newest = self.unit_counts[rows.cpu()].to(rows.device) - 1
         page = self.unit_tokens[rows.cpu()].to(rows.device)
         opens = (newest < 0) | (self.sizes[rows, 0, newest.clamp_min(0)] >= page)
@@ -80,10 +79,15 @@ class DenseLayer(RetrievalLayer):
     def absorb(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Nothing is summarised."""
 
-    def _attend_one(self, query: Tensor, scale: float) -> Tensor:
-        assert self.host is not None and self.lengths is not None
+    def attended_slots(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        held = self.host.counts.to(query.device)[:, None, None]
+        slot = torch.arange(int(self.host.counts.max()), device=query.device)
+        live = (slot < held).expand(-1, self.spec.num_kv_heads, -1)
+        return (slot * live).contiguous(), live
+
+    def attend_one(self, query: Tensor, scale: float) -> tuple[Tensor, float]:
         held = self.host.counts.to(query.device)
-        states = [decode_attention(query, keys, values, scale, bias) for keys, values, bias in self.resident_parts()]
+        states = [decode_attention(query, keys, values, scale, bias) for keys, values, bias in self.resident.parts()]
         total, block = int(self.host.counts.max()), max(split.fetched for split in self.splits())
         for start in range(0, total, max(block, 1)):  # one pass per bufferful, not per token
             slot = torch.arange(start, min(start + block, total), device=query.device)
@@ -93,8 +97,8 @@ class DenseLayer(RetrievalLayer):
             states.append(decode_attention(query, keys, values, scale, hide(~live)))
         moved = int(self.host.counts.sum()) * self.spec.num_kv_heads
         self.fetched_bytes += moved * self.spec.entry_bytes if self.offload else 0
-        self._attended = float(self.lengths.float().mean())
-        return merge_states([output for output, _ in states], [lse for _, lse in states])[0]
+        output, _ = merge_states([output for output, _ in states], [lse for _, lse in states])
+        return output, float(self.lengths.float().mean())
 
 
 @register

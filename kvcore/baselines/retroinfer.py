@@ -18,14 +18,13 @@ from kvcore.baselines.clustering import spherical_kmeans
 from kvcore.baselines.retrieval import (
     SIZE_BYTES,
     Choice,
-    Part,
     RetrievalCache,
     RetrievalLayer,
-    Shared,
     Units,
     check_options,
 )
 from kvcore.baselines.retrieval_plan import Planner
+from kvcore.baselines.retrieval_store import Part, Shared
 from kvcore.budget import Budget, ModelSpec
 from kvcore.cache import CacheLayer, CompressedCache
 from kvcore.exact import ExactLayer
@@ -46,7 +45,6 @@ class RetroInferLayer(RetrievalLayer):
 
     def group(self, keys: Tensor, values: Tensor, row: int, first: int) -> Units:
         """Segmented clustering (section 4.2): every segment of the text is clustered by itself."""
-        assert self.unit_tokens is not None
         count = keys.shape[1]
         segments = max(1, -(-count // self.options.segment_tokens))
         bounds = [count * index // segments for index in range(segments + 1)]
@@ -81,12 +79,10 @@ class RetroInferLayer(RetrievalLayer):
         """Softmax over the centroids per query head, averaged over the group (section 4.2)."""
         grouped = group_queries(query, self.spec.num_kv_heads)
         logits = (grouped @ self.summaries["centroid"].transpose(-1, -2)).float() * scale
-        assert self.sizes is not None
         return torch.softmax(logits.masked_fill((self.sizes == 0).unsqueeze(2), float("-inf")), dim=-1).mean(2)
 
     def tail(self, choice: Choice) -> list[Part]:
         """Estimation zone, equation 4: a cluster of s tokens weighs `s exp(q C)` and carries its mean value."""
-        assert self.sizes is not None and self.unit_counts is not None
         counts = self.unit_counts.to(choice.order.device)[:, None, None]
         rank = torch.arange(choice.order.shape[-1], device=choice.order.device)
         fetched = choice.taken.sum(-1, keepdim=True)
@@ -99,14 +95,12 @@ class RetroInferLayer(RetrievalLayer):
 
     def spill_size(self, rows: Tensor) -> Tensor:
         """Half the window in whole clusters, at most one update segment; single tokens where that is no cluster."""
-        assert self.unit_tokens is not None and self.window_counts is not None
         unit = self.unit_tokens[rows].long()
-        half = (self.window_counts[rows] // 2).clamp(max=self.options.update_tokens)
+        half = (self.resident.counts[rows] // 2).clamp(max=self.options.update_tokens)
         return (half // unit * unit).clamp_min(1)
 
     def absorb(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Cluster the spilled segment by itself (section 4.2, index update)."""
-        assert self.unit_tokens is not None and self.host is not None
         if keys.shape[2] == 1:
             self._join(rows, keys, values)
             return
@@ -118,7 +112,6 @@ class RetroInferLayer(RetrievalLayer):
 
     def _join(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """A window shorter than two clusters: the newest cluster takes in single tokens until it is full."""
-        assert self.sizes is not None and self.unit_counts is not None and self.unit_tokens is not None
         newest = self.unit_counts[rows.cpu()].to(rows.device) - 1
         size = self.sizes[rows, :, newest.clamp_min(0)]  # [R, Hkv]
         opens = (newest < 0) | (size.amax(1) >= self.unit_tokens[rows.cpu()].to(rows.device))
