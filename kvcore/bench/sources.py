@@ -87,7 +87,7 @@ def data_cache(bench: str) -> Path:
 
 
 def find_file(data_dir: str, names: Sequence[str]) -> Path | None:
-    """The file of the first name that exists at a file, folder (also one level down) or glob; None when there is none."""
+    """The file of the first name that exists at a file, folder (or one level down) or glob; None without one."""
     files = local_files(data_dir)
     for name in names:
         for path in files:

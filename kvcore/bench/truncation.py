@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from kvcore.backbone import Backbone
+from kvcore.chat import build_prompt
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -44,8 +47,8 @@ def cut_middle(tokenizer: PreTrainedTokenizerBase, context: str, question: str, 
         return Cut(context, question, truncated=False)
     half = max_tokens // 2
     while True:
-        head = tokenizer.decode(ids[:half], skip_special_tokens=True)
-        tail = tokenizer.decode(ids[-half:], skip_special_tokens=True)
+        head = str(tokenizer.decode(ids[:half], skip_special_tokens=True))
+        tail = str(tokenizer.decode(ids[-half:], skip_special_tokens=True))
         excess = len(tokenizer(head + tail, add_special_tokens=False).input_ids) - max_tokens
         if excess <= 0 or half == 1:
             break
@@ -53,3 +56,17 @@ def cut_middle(tokenizer: PreTrainedTokenizerBase, context: str, question: str, 
     if tail.endswith(question):
         return Cut(head + tail[: len(tail) - len(question)], question, truncated=True)
     return Cut(head, tail, truncated=True)
+
+
+def prompt_room(backbone: Backbone, max_new_tokens: int, chat: bool, system: str | None = None) -> int:
+    """Tokens that context and question may take: the model's length less the answer, BOS and the chat template."""
+    config = backbone.config
+    empty = build_prompt(
+        backbone.tokenizer,
+        "x",
+        "",
+        chat=chat and config.instruct,
+        system=system,
+        enable_thinking=config.enable_thinking,
+    )
+    return backbone.spec.max_positions - max_new_tokens - len(empty.ids)

@@ -1,0 +1,3 @@
+from kvcore.bench.humaneval.task import HumanEval
+
+__all__ = ["HumanEval"]

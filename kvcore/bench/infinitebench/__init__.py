@@ -1,0 +1,3 @@
+from kvcore.bench.infinitebench.task import InfiniteBench
+
+__all__ = ["InfiniteBench"]

@@ -1,0 +1,3 @@
+from kvcore.bench.longbench.task import LongBench
+
+__all__ = ["LongBench"]

@@ -1,0 +1,3 @@
+from kvcore.bench.ruler.task import Ruler
+
+__all__ = ["Ruler"]

@@ -1,0 +1,3 @@
+from kvcore.bench.samsum.task import SAMSum
+
+__all__ = ["SAMSum"]
