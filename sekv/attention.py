@@ -18,14 +18,17 @@ class Part:
 
     Attributes:
         logits: [B, Hq, Q, n], fp32; -inf hides an entry.
-        values: [B, Hkv, n, d].
+        values: [B, Hkv, n, d], or [B, Hkv, S, d] with `row_of_entry`.
         weight: factor on each entry's unnormalised mass, broadcastable to [B, Hq, Q, n]; None is 1. It enters the
             output linearly, so its gradient exists at 0 as well as at 1.
+        row_of_entry: [B, n] int64, the row of `values` that stands for each entry (S: none; such entries must be
+            hidden); None when entries and values go together one by one.
     """
 
     logits: Tensor
     values: Tensor
     weight: Tensor | None = None
+    row_of_entry: Tensor | None = None
 
 
 def mixed_attention(parts: list[Part]) -> Tensor:
@@ -44,6 +47,8 @@ def mixed_attention(parts: list[Part]) -> Tensor:
         mass = torch.exp(part.logits - top)
         if part.weight is not None:
             mass = mass * part.weight
+        if part.row_of_entry is not None:
+            mass = _gathered(mass, part.row_of_entry, part.values.shape[2])
         batch, num_heads, num_queries, _ = mass.shape
         grouped = mass.reshape(batch, part.values.shape[1], -1, mass.shape[-1]).to(part.values.dtype)
         output = (grouped @ part.values).view(batch, num_heads, num_queries, -1).float()
@@ -54,6 +59,12 @@ def mixed_attention(parts: list[Part]) -> Tensor:
     return (numerator / denominator).to(parts[0].values.dtype)
 
 
+def _gathered(mass: Tensor, row_of_entry: Tensor, rows: int) -> Tensor:
+    """Masses [B, Hq, Q, n] summed over the entries that share a row: [B, Hq, Q, rows]."""
+    index = row_of_entry[:, None, None].expand(*mass.shape)
+    return mass.new_zeros(*mass.shape[:3], rows + 1).scatter_add(-1, index, mass)[..., :rows]
+
+
 def span_parts(
     token_logits: Tensor,
     values: Tensor,
@@ -62,7 +73,7 @@ def span_parts(
     zoom: Tensor,
     span_of_token: Tensor,
 ) -> list[Part]:
-    """The spans of a training step, every token at hand: tokens weighted by z, coarse entries by 1 - z.
+    """Whole spans as zoom units, every token at hand (training): tokens weighted by z, coarse entries by 1 - z.
 
     Args:
         token_logits: [B, Hq, Q, N] exact logits of the spans' tokens (from the gated reconstruction or the raw keys).
@@ -77,4 +88,29 @@ def span_parts(
     return [
         Part(token_logits, values, padded.gather(-1, index)),
         Part(coarse_logits, coarse_values, 1.0 - zoom),
+    ]
+
+
+def token_parts(
+    token_logits: Tensor,
+    values: Tensor,
+    estimates: Tensor,
+    coarse_values: Tensor,
+    zoom: Tensor,
+    span_of_token: Tensor,
+) -> list[Part]:
+    """Tokens as zoom units (training): each is exact with weight z; with 1 - z its estimated mass goes to the coarse
+    value of its span.
+
+    Args:
+        token_logits: [B, Hq, Q, N] exact logits.
+        values: [B, Hkv, N, d].
+        estimates: [B, Hq, Q, N] estimated logits (`routing.token_logits`).
+        coarse_values: [B, Hkv, S, d].
+        zoom: [B, Hq, Q, N].
+        span_of_token: [B, N], S for padding tokens (hidden in both logits).
+    """
+    return [
+        Part(token_logits, values, zoom),
+        Part(estimates, coarse_values, 1.0 - zoom, span_of_token),
     ]

@@ -31,13 +31,13 @@ class RouterConfig:
         maps: `none` (the plain attention logit of the summary), `tied` (published: one W for query and key, the
             projected key normalised), `untied` (query and key maps of their own, added to the plain logit).
         summary: `mean`, `second_order` (mean + directions), `sketch` (low-bit coordinates of every key).
-        decision: `probability` (published: sigmoid of the score against tau) or `mass` (expected share of the
-            attention mass per token against tau, so that the number of spans follows the query).
+        decision: `probability` (published: sigmoid of the score against tau) or `mass` (expected attention mass per
+            token, in multiples of the uniform share 1 / tokens, against tau: the number of spans follows the query).
         map_rank: d' of the tied map (published 32), k of the untied maps.
         directions: r, second-order directions per span.
         global_threshold: one tau for all layers and heads instead of one each.
-        initial_tau: first value of tau; the published 0.05 is a probability, mass thresholds are shares per token.
-        temperature: of the straight-through estimator (published 0.1); for `mass` it applies to log shares.
+        initial_tau: first value of tau; the published 0.05 is a probability, mass thresholds are multiples of 1 / N.
+        temperature: of the straight-through estimator (published 0.1); for `mass` it applies to log multiples.
         max_rank: R, most components of a span's factors.
         gates: whether the rank gate decides which components survive.
     """
@@ -52,7 +52,7 @@ class RouterConfig:
     map_rank: int = 32
     directions: int = 1
     global_threshold: bool = False
-    initial_tau: float = 3e-4
+    initial_tau: float = 0.5
     temperature: float = 1.0
     max_rank: int = 32
     gates: bool = False
@@ -60,9 +60,10 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name, kinds in (("maps", MapKind), ("summary", SummaryKind), ("decision", Decision)):
             if getattr(self, name) not in get_args(kinds):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kinds))}; received {getattr(self, name)!r}")
-        if not 0.0 < self.initial_tau < 1.0:
-            raise ValueError(f"initial_tau must lie in (0, 1); received {self.initial_tau}")
+                valid = ", ".join(get_args(kinds))
+                raise ValueError(f"{name} must be one of {valid}; received {getattr(self, name)!r}")
+        if self.initial_tau <= 0 or (self.decision == "probability" and self.initial_tau >= 1):
+            raise ValueError(f"initial_tau must be > 0, and < 1 for probabilities; received {self.initial_tau}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be > 0; received {self.temperature}")
 
@@ -101,15 +102,17 @@ class Router(nn.Module):
         if config.maps == "tied":
             self.tied_map = nn.Parameter(torch.randn(layers, heads, rank, dim, generator=generator) * dim**-0.5)
         if config.maps == "untied":
-            # the query side starts at zero: the map adds nothing until it is trained
-            self.query_map = nn.Parameter(torch.zeros(layers, heads, rank, dim))
+            # the query side starts near zero: the map adds next to nothing until it is trained
+            small = torch.randn(layers, heads, rank, dim, generator=generator) * (1e-3 * dim**-0.5)
+            self.query_map = nn.Parameter(small)
             self.key_map = nn.Parameter(torch.randn(layers, heads, rank, dim, generator=generator) * dim**-0.5)
         if config.maps != "tied":
             self.log_gain = nn.Parameter(torch.zeros(layers, heads))
         if config.summary == "second_order":
             self.log_curvature = nn.Parameter(torch.zeros(layers, heads))
         shape = (1, 1) if config.global_threshold else (layers, heads)
-        self.tau_logit = nn.Parameter(torch.full(shape, config.initial_tau).logit())
+        first = torch.full(shape, config.initial_tau)
+        self.raw_tau = nn.Parameter(first.logit() if config.decision == "probability" else first.log())
         if config.gates:
             self.gate = RankGate(config.head_dim, config.max_rank)
 
@@ -140,9 +143,9 @@ class Router(nn.Module):
         log of the span's unnormalised attention mass.
         """
         routed = self.routed_query(layer, query)
-        log_length = summary.lengths.log()[:, None, None]
         if self.config.summary == "sketch":
             return self.span_mass(token_logits(routed, summary), summary)
+        log_length = summary.lengths.log()[:, None, None]
         assert summary.mean_key is not None
         score = _dot(routed, summary.mean_key).float()
         if self.config.maps == "tied":
@@ -182,34 +185,32 @@ class Router(nn.Module):
 
     # --- decisions
     def tau(self, layer: int) -> Tensor:
-        """Thresholds [Hq, 1, 1] of a layer, in (0, 1)."""
-        row = 0 if self.config.global_threshold else layer
-        return self.tau_logit[row].sigmoid()[:, None, None]
+        """Thresholds [Hq, 1, 1] of a layer: probabilities, or multiples of the uniform share."""
+        raw = self.raw_tau[0 if self.config.global_threshold else layer]
+        return (raw.sigmoid() if self.config.decision == "probability" else raw.exp())[:, None, None]
 
-    def probability(self, scores: Tensor, lengths: Tensor, resident_lse: Tensor | None = None) -> Tensor:
-        """The quantity compared with tau, [B, Hq, Q, S].
+    def margin(self, layer: int, scores: Tensor, lengths: Tensor, tokens: Tensor, resident_lse: Tensor) -> Tensor:
+        """How far every span is above its threshold [B, Hq, Q, S]: zoomed where >= 0, -inf for padding spans.
 
         Args:
-            scores: [B, Hq, Q, S] from `scores`.
-            lengths: [B, S].
-            resident_lse: [B, Hq, Q] log-sum-exp of the exactly kept entries; needed for `mass`.
+            scores: [B, Hq, Q, S] from `scores` (or token logits: a token is a span of length 1).
+            lengths: [B, S] tokens of each span.
+            tokens: [B] tokens that the query looks back on.
+            resident_lse: [B, Hq, Q] log-sum-exp of the exactly kept entries; used by `mass`.
 
         Returns:
-            `probability`: sigmoid of the score. `mass`: expected share of the attention mass per token of the span.
+            `probability`: sigmoid(score) - tau. `mass`: log(share of the attention mass per token * tokens) - log tau.
         """
         if self.config.decision == "probability":
-            return scores.sigmoid()
-        total = torch.logsumexp(scores, dim=-1)
-        if resident_lse is not None:
-            total = torch.logaddexp(total, resident_lse)
-        return torch.exp(scores - total.unsqueeze(-1)) / lengths.clamp_min(1)[:, None, None]
+            hidden = (lengths == 0)[:, None, None]
+            return (scores.sigmoid() - self.tau(layer)).masked_fill(hidden, float("-inf"))
+        total = torch.logaddexp(torch.logsumexp(scores, dim=-1), resident_lse).unsqueeze(-1)
+        uniform = lengths.clamp_min(1).log()[:, None, None] - tokens.log()[:, None, None, None]
+        return scores - total - uniform - self.tau(layer).log()
 
-    def zoom(self, layer: int, probability: Tensor) -> Tensor:
+    def zoom(self, margin: Tensor) -> Tensor:
         """Straight-through zoom decisions z [B, Hq, Q, S]: exactly 0 or 1 forward, the relaxed gradient backward."""
-        tau = self.tau(layer)
-        if self.config.decision == "mass":
-            return straight_through((probability.clamp_min(1e-30).log() - tau.log()) / self.config.temperature)
-        return straight_through((probability - tau) / self.config.temperature)
+        return straight_through(margin / self.config.temperature)
 
     def rank_gates(self, sigma: Tensor, mean_key: Tensor) -> Tensor:
         """Gates [..., R] in (0, 1) of factor components; ones when the form has no gates."""
