@@ -189,14 +189,29 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     start = shift = 0
     for width in bit_planes(bits):
         size = packed_bytes(count, width)
-        plane = packed[..., start : start + size]
-        fields = [(plane >> (index * width)) & (2**width - 1) for index in range(8 // width)]
-        entries = torch.cat(fields, dim=-1)[..., :count] if len(fields) > 1 else plane[..., :count]
-        codes = entries if codes is None else codes | (entries << shift)
+        plane = _unpack_plane(packed[..., start : start + size], width)[..., :count]
+        codes = plane if codes is None else codes | (plane << shift)
         start += size
         shift += width
     assert codes is not None
     return codes
+
+
+def _unpack_plane(plane: Tensor, width: int) -> Tensor:
+    """Fields of one plane [..., p] as uint8 [..., p * 8 / width]."""
+    if width == 8:
+        return plane
+    size = plane.shape[-1]
+    fields = plane.new_empty(*plane.shape[:-1], size * 8 // width)
+    mask, source, target = 2**width - 1, plane, fields
+    if size % 8 == 0 and plane.numel() and all(s % 8 == 0 for s in (*plane.stride()[:-1], plane.storage_offset())):
+        # eight bytes at a time; the mask takes off what the shift brings in from the byte above
+        mask, source, target = mask * 0x0101010101010101, plane.view(torch.int64), fields.view(torch.int64)
+        size //= 8
+    for index in range(8 // width):
+        out = target[..., index * size : (index + 1) * size]
+        torch.bitwise_and(source >> (index * width) if index else source, mask, out=out)
+    return fields
 
 
 def quantized_bytes(
