@@ -8,6 +8,8 @@ from kvcore.baselines.pyramidkv import PyramidKV
 from kvcore.baselines.quest import Quest
 from kvcore.baselines.retroinfer import RetroInfer
 from kvcore.baselines.scissorhands import Scissorhands
+from kvcore.baselines.semanticache import SemantiCache
+from kvcore.baselines.sentencekv import SentenceKV
 from kvcore.baselines.snapkv import SnapKV
 from kvcore.baselines.streaming_llm import StreamingLLM
 
@@ -20,6 +22,8 @@ __all__ = [
     "Quest",
     "RetroInfer",
     "Scissorhands",
+    "SemantiCache",
+    "SentenceKV",
     "SnapKV",
     "StreamingLLM",
 ]

@@ -47,19 +47,15 @@ class QuestLayer(RetrievalLayer):
         return (bound + downward @ self.summaries["minimum"].transpose(-1, -2)).squeeze(2).float()
 
     def absorb(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        newest = self.unit_counts[rows.cpu()].to(rows.device) - 1
+        newest = (self.unit_counts[rows.cpu()] - 1).to(rows.device)
         page = self.unit_tokens[rows.cpu()].to(rows.device)
-        opens = (newest < 0) | (self.sizes[rows, 0, newest.clamp_min(0)] >= page)
-        if bool(opens.any()):
-            fresh = keys[opens]
-            sizes = torch.ones(fresh.shape[:3], dtype=torch.int32, device=keys.device)
-            self.add_units(rows[opens], sizes, {"minimum": fresh, "maximum": fresh})
-        joins = ~opens
-        where, unit, keys = rows[joins], newest[joins], keys[joins, :, 0]
-        self.sizes[where, :, unit] += 1
+        opens = newest < 0
+        if self.sizes.shape[2]:
+            opens |= self.sizes[rows, 0, newest.clamp_min(0)] >= page
+        where, unit, places = self.open_units(rows, opens, {"minimum": keys, "maximum": keys})
         low, high = self.summaries["minimum"], self.summaries["maximum"]
-        low[where, :, unit] = low[where, :, unit].minimum(keys)
-        high[where, :, unit] = high[where, :, unit].maximum(keys)
+        low[where, :, unit] = low[where, :, unit].minimum(keys[places, :, 0])
+        high[where, :, unit] = high[where, :, unit].maximum(keys[places, :, 0])
 
     def _none(self, keys: Tensor) -> dict[str, Tensor]:
         empty = keys.new_zeros(keys.shape[0], 0, keys.shape[2])

@@ -112,8 +112,8 @@ class RetrievalLayer(CacheLayer):
     def absorb(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put spilled tokens [R, Hkv, c, d], already written to the host, into the units of `rows` [R]."""
 
-    def follow(self, query: Tensor) -> None:
-        """See the query of a new token [B, Hq, 1, d] before units are scored."""
+    def follow(self, query: Tensor, index: int) -> None:
+        """See the query [B, Hq, 1, d] of the forward's token `index`, now in the window, before units are scored."""
 
     def spill_size(self, rows: Tensor) -> Tensor:
         """Tokens [R] that leave the windows of `rows` [R] at a time."""
@@ -157,7 +157,7 @@ class RetrievalLayer(CacheLayer):
         for index in range(key.shape[2]):  # several tokens are as many steps; plain decoding has one
             one = slice(index, index + 1)
             self._push(key[:, :, one], value[:, :, one])
-            self.follow(query[:, :, one])
+            self.follow(query[:, :, one], index)
             output, count = self.attend_one(query[:, :, one], scale)
             outputs.append(output)
             attended += count
@@ -234,6 +234,34 @@ class RetrievalLayer(CacheLayer):
         self.sizes[rows[:, None], :, slots] = sizes.transpose(1, 2).to(self.sizes.dtype)
         for name, tensor in summaries.items():
             self.summaries[name][rows[:, None], :, slots] = tensor.transpose(1, 2).to(self.summaries[name].dtype)
+
+    def open_units(self, rows: Tensor, opens: Tensor, fresh: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """One spilled token per row opens a unit (summaries `fresh` [R, Hkv, 1, ...]) or joins its row's newest one.
+
+        Args:
+            rows: [R].
+            opens: [R] bool.
+
+        Returns:
+            Of the joining ones: rows, units (sizes already raised), and their places among the R.
+        """
+        newest = (self.unit_counts[rows.cpu()] - 1).to(rows.device)
+        if bool(opens.any()):
+            shape = (int(opens.sum()), self.spec.num_kv_heads, 1)
+            ones = torch.ones(shape, dtype=torch.int32, device=rows.device)
+            self.add_units(rows[opens], ones, {name: t[opens] for name, t in fresh.items()})
+        places = (~opens).nonzero().flatten()
+        where, unit = rows[places], newest[places]
+        self.sizes[where, :, unit] += 1
+        return where, unit, places
+
+    def average_in(self, name: str, joined: tuple[Tensor, Tensor, Tensor], new: Tensor) -> None:
+        """Move the mean `name` of units that took in one token each, `new` [R, Hkv, 1, d]."""
+        where, unit, places = joined
+        size = self.sizes[where, :, unit].unsqueeze(-1)
+        old = self.summaries[name][where, :, unit].float()
+        moved = old + (new[places, :, 0].float() - old) / size
+        self.summaries[name][where, :, unit] = moved.to(self.summaries[name].dtype)
 
     # --- measurements
     def attended_lse(self, query: Tensor, scale: float) -> Tensor | None:

@@ -46,6 +46,7 @@ class Planner:
         offload: tokens live on the host; False keeps them on the device, and the budget is one of attended tokens.
         whole_units: K is a multiple of p where it can be.
         summarised: False for a layer without summaries: the same K, and a longer window instead.
+        fixed_bytes: bytes per layer and KV head that do not depend on the length.
     """
 
     method: str
@@ -58,6 +59,7 @@ class Planner:
     offload: bool = True
     whole_units: bool = False
     summarised: bool = True
+    fixed_bytes: float = 0
 
     @property
     def largest_unit(self) -> int:
@@ -137,7 +139,8 @@ class Planner:
         allowed = self._allowed(tokens)
         sinks = min(self.num_sinks, math.floor(allowed / 8))
         summaries = self._summaries(tokens - sinks, unit_tokens)
-        return sinks, allowed - sinks - summaries - self._least_window(tokens)
+        fixed = self.fixed_bytes / self.spec.entry_bytes
+        return sinks, allowed - sinks - summaries - fixed - self._least_window(tokens)
 
     def _summaries(self, tokens: int, unit_tokens: float) -> float:
         return (tokens / unit_tokens + 1) * self.unit_entries

@@ -112,19 +112,14 @@ class RetroInferLayer(RetrievalLayer):
 
     def _join(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """A window shorter than two clusters: the newest cluster takes in single tokens until it is full."""
-        newest = self.unit_counts[rows.cpu()].to(rows.device) - 1
-        size = self.sizes[rows, :, newest.clamp_min(0)]  # [R, Hkv]
-        opens = (newest < 0) | (size.amax(1) >= self.unit_tokens[rows.cpu()].to(rows.device))
-        if bool(opens.any()):
-            fresh = {"centroid": keys[opens], "mean_value": values[opens]}
-            ones = torch.ones(fresh["centroid"].shape[:3], dtype=torch.int32, device=keys.device)
-            self.add_units(rows[opens], ones, fresh)
-        joins = ~opens
-        where, unit, weight = rows[joins], newest[joins], size[joins].unsqueeze(-1)
-        for name, new in (("centroid", keys), ("mean_value", values)):
-            old = self.summaries[name]
-            old[where, :, unit] = ((old[where, :, unit] * weight + new[joins, :, 0]) / (weight + 1)).to(old.dtype)
-        self.sizes[where, :, unit] += 1
+        newest = (self.unit_counts[rows.cpu()] - 1).to(rows.device)
+        opens = newest < 0
+        if self.sizes.shape[2]:
+            largest = self.sizes[rows, :, newest.clamp_min(0)].amax(1)
+            opens |= largest >= self.unit_tokens[rows.cpu()].to(rows.device)
+        joined = self.open_units(rows, opens, {"centroid": keys, "mean_value": values})
+        self.average_in("centroid", joined, keys)
+        self.average_in("mean_value", joined, values)
 
 
 @register
