@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvcore.budget import Budget, ModelSpec
+from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
 
 UNIT_DOUBLINGS = 4  # units grow to 16 times the method's own size before a budget counts as out of reach
 LOCAL_WINDOW = 64  # tokens the window keeps, budget permitting, before anything is given to the fetch buffer
@@ -78,7 +78,7 @@ class Planner:
         """Refuse a share that summaries alone exceed at any length.
 
         Raises:
-            ValueError: such a budget, with the smallest reachable one.
+            UnreachableBudgetError: such a budget, with the smallest reachable one.
         """
         least = self.unit_entries / self.largest_unit
         if self.offload and isinstance(self.budget.value, float) and self.budget.value <= least:
@@ -88,7 +88,7 @@ class Planner:
         """p for a prompt of `tokens` tokens: the preferred size, doubled until the budget holds it.
 
         Raises:
-            ValueError: the largest units still leave no room, and the prompt is longer than one of them.
+            UnreachableBudgetError: the largest units still leave no room, and the prompt is longer than one of them.
         """
         for doubling in range(UNIT_DOUBLINGS + 1):
             size = self.unit_tokens << doubling
@@ -148,9 +148,9 @@ class Planner:
     def _fetched(self, tokens: int, spare: float) -> int:
         return max(1, math.floor(min(self.fetch_share * tokens, self._buffer_layers * spare)))
 
-    def _unreachable(self, least: float, where: str) -> ValueError:
-        return ValueError(
-            f"method '{self.method}': budget={self.budget.value} cannot be reached {where}: the summaries of units of "
-            f"{self.largest_unit} tokens, one window token and one fetched token need about {least:.4f} of the full "
-            "cache. Use a larger budget, a longer prompt, or a larger unit size"
+    def _unreachable(self, least: float, where: str) -> UnreachableBudgetError:
+        levers = (
+            f"{where}, the summaries of units of {self.largest_unit} tokens, a window and a fetch buffer must fit: a larger "
+            "budget, a longer prompt or a larger unit size"
         )
+        return UnreachableBudgetError(self.method, self.budget.value, least, levers)
