@@ -15,7 +15,8 @@ import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
 from kvcore.baselines.eviction import INFINITY
-from kvcore.baselines.snapkv import WindowLayer, WindowOptions, ranks
+from kvcore.baselines.scores import ranks
+from kvcore.baselines.snapkv import WindowLayer, WindowOptions
 from kvcore.budget import Budget, ModelSpec
 from kvcore.cache import CacheLayer, LayerPrompt
 from kvcore.method import register

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class Entries:
     Attributes:
         keys, values: [Hkv, c, d].
         priority: [Hkv, c], fp32; -inf leaves the slot free.
-        side: further tensors [Hkv, c] of the layer's `SIDE`.
+        side: further tensors [Hkv, c] of the layer's `side_dtypes`.
     """
 
     keys: Tensor
@@ -50,17 +49,16 @@ class Entries:
 class EvictingLayer(CacheLayer):
     """One layer that keeps some tokens and drops the rest for good.
 
-    Class attributes:
-        SIDE: names and dtypes of further per-slot tensors, counted in the budget.
+    Attributes:
+        side_dtypes: names and dtypes of further per-slot tensors, counted in the budget.
     """
-
-    SIDE: ClassVar[dict[str, torch.dtype]] = {}
 
     def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int) -> None:
         super().__init__(spec, budget, layer_idx)
         self.keys: Tensor | None = None  # [B, Hkv, C, d]
         self.values: Tensor | None = None  # [B, Hkv, C, d]
         self.priority: Tensor | None = None  # [B, Hkv, C], fp32
+        self.side_dtypes: dict[str, torch.dtype] = {}
         self.side: dict[str, Tensor] = {}  # [B, Hkv, C] each
         self._masked = False  # whether some slot is not live
 
@@ -87,7 +85,7 @@ class EvictingLayer(CacheLayer):
     @property
     def entry_bytes(self) -> int:
         """Bytes of one slot, side data included."""
-        return self.spec.entry_bytes + PRIORITY_BYTES + sum(dtype.itemsize for dtype in self.SIDE.values())
+        return self.spec.entry_bytes + PRIORITY_BYTES + sum(dtype.itemsize for dtype in self.side_dtypes.values())
 
     def side_entries(self, indices: Tensor, offset: int) -> dict[str, Tensor]:
         """Side tensors [Hkv, c] of the kept prompt tokens.
@@ -135,7 +133,7 @@ class EvictingLayer(CacheLayer):
         )
         self.side = {
             name: torch.stack([_widen(row.side[name].to(dtype), width, 0) for row in rows])
-            for name, dtype in self.SIDE.items()
+            for name, dtype in self.side_dtypes.items()
         }
         self._masked = not bool(self.priority.isfinite().all())
 
@@ -188,7 +186,7 @@ class EvictingLayer(CacheLayer):
         Args:
             key, value: [B, Hkv, Q, d].
             priority: [B, Hkv, Q], finite.
-            side: [B, Hkv, Q] for every name in `SIDE`.
+            side: [B, Hkv, Q] for every name in `side_dtypes`.
         """
         resized = self._resize(key.shape[2])
         self.make_room(key.shape[2])

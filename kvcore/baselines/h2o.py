@@ -28,7 +28,9 @@ class AccumulatingLayer(EvictingLayer):
     The position of each token is kept beside its score (4 bytes more a slot).
     """
 
-    SIDE: ClassVar[dict[str, torch.dtype]] = {"positions": torch.int32}
+    def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int) -> None:
+        super().__init__(spec, budget, layer_idx)
+        self.side_dtypes = {"positions": torch.int32}
 
     @abstractmethod
     def recent(self, tokens: int) -> int:

@@ -28,8 +28,8 @@ class ScissorhandsLayer(AccumulatingLayer, ObservingLayer):
     """Scores: minus the number of tokens of the history that gave an entry less than average attention."""
 
     def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int, options: Scissorhands) -> None:
-        ObservingLayer.__init__(self, spec, budget, layer_idx, options.history)
-        self.options = options
+        super().__init__(spec, budget, layer_idx)
+        self.window, self.options = options.history, options
         self._counts: Tensor | None = None  # [Hkv, n] of the row being compressed
 
     def recent(self, tokens: int) -> int:
@@ -60,6 +60,8 @@ class ScissorhandsLayer(AccumulatingLayer, ObservingLayer):
     def make_room(self, new_tokens: int) -> None:
         """When the slots are full, free `drop_share` of them at once, the most often ignored ones."""
         assert self.priority is not None
+        if self.options.drop_share == 0.0:
+            return
         free = (self.priority == -INFINITY).sum(dim=-1, keepdim=True)
         full = free < new_tokens
         if not bool(full.any()):
@@ -67,8 +69,9 @@ class ScissorhandsLayer(AccumulatingLayer, ObservingLayer):
         available = (self.priority != INFINITY).sum(dim=-1, keepdim=True)
         drops = (self.options.drop_share * available).floor().long() * full
         # free slots come first in the order, then the live ones from the lowest rank
-        order = self.eviction_rank().argsort(dim=-1).argsort(dim=-1)
-        dropped = (order >= free) & (order < free + drops) & (self.eviction_rank() < PINNED)
+        rank = self.eviction_rank()
+        order = rank.argsort(dim=-1).argsort(dim=-1)
+        dropped = (order >= free) & (order < free + drops) & (rank < PINNED)
         self.priority = self.priority.masked_fill(dropped, -INFINITY)
         self._masked = True
 

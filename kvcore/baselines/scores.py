@@ -15,8 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
 from kvcore.baselines.eviction import EvictingLayer
-from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import LayerPrompt
+from kvcore.cache import CacheLayer, LayerPrompt
 from kvcore.kernels import group_queries
 
 QUERY_BLOCK = 128
@@ -77,6 +76,16 @@ def pooled(scores: Tensor, kernel: int, pooling: Pooling) -> Tensor:
     return F.avg_pool1d(scores[None], kernel, stride=1, padding=kernel // 2)[0]
 
 
+def ranks(scores: Tensor) -> Tensor:
+    """Rank of each score along the last dimension, fp32: 0 is the lowest; of equal scores the earlier ranks higher.
+
+    Distinct ranks make every later choice between equal scores (plateaus of the max pooling) reproducible.
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    positions = torch.arange(scores.shape[-1] - 1, -1, -1, dtype=torch.float32, device=scores.device)
+    return torch.empty_like(scores, dtype=torch.float32).scatter_(-1, order, positions.expand_as(scores))
+
+
 def attend_with_probabilities(
     query: Tensor, parts: list[tuple[Tensor, Tensor, Tensor | None]], scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -106,13 +115,11 @@ def attend_with_probabilities(
     return output.view(batch, num_heads, num_queries, -1), weights.mean(dim=2)
 
 
-class ObservingLayer(EvictingLayer):
+class QueryWindow(CacheLayer):
     """Remembers the queries of the newest `window` prompt tokens until the prompt is compressed."""
 
-    def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int, window: int) -> None:
-        super().__init__(spec, budget, layer_idx)
-        self.window = window
-        self._queries: Tensor | None = None  # [B, Hq, <= window, d], during the prefill only
+    window: int = 1
+    _queries: Tensor | None = None  # [B, Hq, <= window, d], during the prefill only
 
     def observe(self, query: Tensor, keys: Tensor, padding: list[int], scale: float) -> None:
         seen = query[:, :, -self.window :]
@@ -120,11 +127,19 @@ class ObservingLayer(EvictingLayer):
             seen = torch.cat([self._queries, seen], dim=2)[:, :, -self.window :]
         self._queries = seen.clone()
 
-    def build(self, prompt: LayerPrompt) -> None:
-        super().build(prompt)
-        self._queries = None
-
     def window_queries(self, row: int, num_tokens: int) -> Tensor:
         """[Hq, w, d]: queries of the newest w = min(window, n) tokens of one row of `num_tokens` tokens."""
         assert self._queries is not None
         return self._queries[row, :, -min(self.window, num_tokens) :]
+
+    def forget_queries(self) -> None:
+        """The prompt is compressed: the window is not needed any more."""
+        self._queries = None
+
+
+class ObservingLayer(QueryWindow, EvictingLayer):
+    """An evicting layer that ranks with the window's queries."""
+
+    def build(self, prompt: LayerPrompt) -> None:
+        super().build(prompt)
+        self.forget_queries()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcore.baselines.eviction import GENERATED, EvictingMethod
-from kvcore.baselines.scores import POOLINGS, ObservingLayer, Pooling, pooled, received_mass
+from kvcore.baselines.scores import POOLINGS, ObservingLayer, Pooling, pooled, ranks, received_mass
 from kvcore.budget import Budget, ModelSpec
 from kvcore.cache import CacheLayer
 from kvcore.method import register
@@ -63,6 +63,10 @@ class WindowLayer(ObservingLayer):
     tokens last, and of the oldest generated token when no prompt token is left.
     """
 
+    def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int, window: int) -> None:
+        super().__init__(spec, budget, layer_idx)
+        self.window = window
+
     def kept_window(self, num_tokens: int) -> int:
         """Newest tokens kept whatever their score: the window, at most half of the budget's entries."""
         entries = self.budget.entries(num_tokens, self.entry_bytes, self.spec)
@@ -96,16 +100,6 @@ class SnapKVLayer(WindowLayer):
     def prefix_ranks(self, keys: Tensor, row: int, scale: float, prefix: int) -> Tensor:
         mass = self.window_mass(keys, row, scale, prefix)
         return ranks(pooled(mass, self.options.kernel, self.options.pooling))
-
-
-def ranks(scores: Tensor) -> Tensor:
-    """Rank of each score along the last dimension, fp32: 0 is the lowest; of equal scores the earlier ranks higher.
-
-    Distinct ranks make every later choice between equal scores (plateaus of the max pooling) reproducible.
-    """
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    positions = torch.arange(scores.shape[-1] - 1, -1, -1, dtype=torch.float32, device=scores.device)
-    return torch.empty_like(scores, dtype=torch.float32).scatter_(-1, order, positions.expand_as(scores))
 
 
 @register
