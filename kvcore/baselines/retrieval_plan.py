@@ -150,7 +150,7 @@ class Planner:
 
     def _unreachable(self, least: float, where: str) -> UnreachableBudgetError:
         levers = (
-            f"{where}, the summaries of units of {self.largest_unit} tokens, a window and a fetch buffer must fit: a larger "
+            f"{where}, summaries of units of {self.largest_unit} tokens, a window and a buffer must fit: a larger "
             "budget, a longer prompt or a larger unit size"
         )
         return UnreachableBudgetError(self.method, self.budget.value, least, levers)

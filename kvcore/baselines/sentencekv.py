@@ -133,7 +133,9 @@ class SentenceLayer(RetrievalLayer):
         keep = min(count, self._quota(row, int(self.lengths[row])))
         if mass is None or keep == count:
             return torch.arange(count, device=keys.device).expand(keys.shape[0], -1)
-        return mass[:, first : first + count].topk(keep, dim=-1).indices.sort(dim=-1).values
+        # pooling makes neighbours equal: a stable sort keeps the earlier ones
+        ranked = mass[:, first : first + count].argsort(dim=-1, descending=True, stable=True)
+        return ranked[:, :keep].sort(dim=-1).values
 
     # --- decode
     def follow(self, query: Tensor, index: int) -> None:
