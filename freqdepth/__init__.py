@@ -1,0 +1,5 @@
+"""FreqDepthKV: depth-shared KV caches (https://arxiv.org/abs/2607.06519). Importing the package registers `freqdepth`."""
+
+from freqdepth.method import FreqDepth
+
+__all__ = ["FreqDepth"]

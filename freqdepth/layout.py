@@ -1,0 +1,345 @@
+"""What a block of layers stores of one batch row, and attention over it.
+
+A row's tokens are: sinks, then the middle (shared coefficients, exact heads), then an exact window. The middle's order
+is its own: residual tokens stand first, so that no index is looked up while decoding; attention does not care.
+
+Legend: J layers of the block, H KV heads, G query heads per KV head, Q new tokens, P = G * Q rows per KV head,
+S streams, Hs heads per stream, M middle tokens, W sink and window tokens, r residual tokens, d head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from freqdepth.basis import DepthBasis
+from freqdepth.codes import CoefficientStore
+from kvcore.kernels import causal_bias
+from kvcore.quant import QuantizedTensor
+from kvcore.rope import shift_positions
+from kvcore.state import BatchedState
+
+# Keys before RoPE are turned a tile at a time: no full-size key exists.
+_ROTATION_TILE = 512
+
+
+class SharedSide(BatchedState):
+    """Keys or values of the shared heads: coefficients, layer bases, means.
+
+    Attributes:
+        coefficients, basis: see their classes.
+        mean: [J, S, Hs, 1, d], in the model's dtype.
+    """
+
+    def __init__(self, coefficients: CoefficientStore, basis: DepthBasis, mean: Tensor) -> None:
+        self.coefficients, self.basis, self.mean = coefficients, basis, mean
+
+    def logits(self, query: Tensor, layer: int) -> Tensor:
+        """`query · reconstructed keys`: [S, Hs, P, d] -> [S, Hs, P, M], fp32; no key is reconstructed."""
+        product = self.coefficients.logits(self.basis.absorb(query, layer)).unflatten(1, query.shape[1:3])
+        return product.add_(torch.matmul(query, self.mean[layer].to(query.dtype).mT))
+
+    def rotated_logits(self, query: Tensor, layer: int, positions: Tensor, frequencies: Tensor) -> Tensor:
+        """The same for coefficients of keys before RoPE, which stand at `positions` [S or 1, M]."""
+        basis = self.basis.matrix(layer, torch.float32)
+        mean, query = self.mean[layer].float(), query.float()
+        parts = []
+        for tile, where in zip(
+            self.coefficients.coefficients().split(_ROTATION_TILE, dim=1),
+            positions.split(_ROTATION_TILE, dim=1),
+            strict=True,
+        ):
+            keys = torch.einsum("smr,srhd->shmd", tile, basis) + mean
+            parts.append(torch.matmul(query, shift_positions(keys, where.unsqueeze(1), frequencies).mT))
+        return torch.cat(parts, dim=-1)
+
+    def output(self, weights: Tensor, layer: int) -> Tensor:
+        """`weights · reconstructed values`: [S, Hs, P, M] -> [S, Hs, P, d]."""
+        mixed = self.coefficients.mix(weights.flatten(1, 2))
+        total = weights.sum(-1, keepdim=True)
+        expanded = self.basis.expand(mixed, layer, weights.shape[1], weights.dtype)
+        return torch.addcmul(expanded, total, self.mean[layer].to(weights.dtype))
+
+    def fold(self, x: Tensor) -> Tensor:
+        """Append tokens [J, S, Hs, F, d]; returns their squared error relative to their energy about the mean."""
+        centred = x.float() - self.mean.float()
+        self.coefficients.append(self.basis.project(centred))
+        return (self.reconstruct(x.shape[3]) - x.float()).square().sum() / centred.square().sum().clamp_min(1e-20)
+
+    def reconstruct(self, newest: int) -> Tensor:
+        """The newest tokens as [J, S, Hs, newest, d]; for the fold error and tests."""
+        latest = self.coefficients.coefficients()[:, -newest:]
+        layers = [
+            torch.einsum("smr,srhd->shmd", latest, self.basis.matrix(layer, torch.float32))
+            for layer in range(self.mean.shape[0])
+        ]
+        return torch.stack(layers) + self.mean.float()
+
+
+class ResidualStore(BatchedState):
+    """High-frequency corrections of the first r middle tokens, for the heads in residual mode.
+
+    Attributes:
+        heads: the KV heads.
+        components: per depth component [Hres, r, d], quantised or in the model's dtype: one per layer with a KLT, one
+            per high frequency with a DCT.
+        mixing: [J, components], fp32, or None when component j is layer j's correction.
+        rotation: [J, Hres, d, d] of an aligned DCT, or None.
+    """
+
+    def __init__(
+        self,
+        heads: list[int],
+        components: list[QuantizedTensor | Tensor],
+        mixing: Tensor | None,
+        rotation: Tensor | None,
+    ) -> None:
+        self.heads, self.components = heads, components
+        self.mixing, self.rotation = mixing, rotation
+
+    def layer(self, layer: int, dtype: torch.dtype) -> Tensor:
+        """Corrections of one layer: [Hres, r, d]."""
+        if self.mixing is None:
+            return _dense(self.components[layer], dtype)
+        stacked = torch.stack([_dense(component, torch.float32) for component in self.components])
+        correction = torch.einsum("c,chrd->hrd", self.mixing[layer], stacked)
+        if self.rotation is not None:
+            correction = correction @ self.rotation[layer].float().mT
+        return correction.to(dtype)
+
+    @property
+    def num_tokens(self) -> int:
+        return _dense(self.components[0], torch.float32).shape[1]
+
+
+def _dense(component: QuantizedTensor | Tensor, dtype: torch.dtype) -> Tensor:
+    return component.to(dtype) if isinstance(component, Tensor) else component.dequantize(dtype)
+
+
+@dataclass
+class BlockReport:
+    """What the probe decided for one block of one row, and what it costs.
+
+    Attributes:
+        modes: per KV head `shared`, `residual` or `exact`.
+        loss: per KV head, eq. 2's data term in the chosen mode, in the probe's unit.
+        price: λ, loss per byte (0 when the allowance did not bind).
+        key_energy, value_energy: cumulative share of the energy in the leading coefficients (stream 0).
+        key_widths, value_widths: (bits, coefficients) stored.
+        allowed_bytes: the block's share of the budget.
+        folded_tokens, fold_error: decode tokens folded in, and the sum of their relative squared errors.
+        dropped_tokens: folded tokens given up because a token budget was spent.
+    """
+
+    modes: list[str]
+    loss: list[float] = field(default_factory=list)
+    price: float = 0.0
+    key_energy: list[float] = field(default_factory=list)
+    value_energy: list[float] = field(default_factory=list)
+    key_widths: list[tuple[int, int]] = field(default_factory=list)
+    value_widths: list[tuple[int, int]] = field(default_factory=list)
+    allowed_bytes: int = 0
+    folded_tokens: int = 0
+    fold_error: float = 0.0
+    dropped_tokens: int = 0
+
+
+@dataclass
+class WindowPolicy:
+    """How many exact tokens a row keeps.
+
+    Attributes:
+        num_sinks: first tokens, kept for good.
+        window: newest tokens, always exact.
+        fold: tokens folded at a time: the window holds `window` to `window + fold - 1` tokens after a step.
+        limit: with nothing to fold into (a very short prompt), the most tokens kept; None otherwise.
+    """
+
+    num_sinks: int
+    window: int
+    fold: int
+    limit: int | None = None
+
+
+class RowBlock(BatchedState):
+    """One block of layers of one batch row. Tensors carry no batch dimension: the rows of a cache are its list.
+
+    Attributes:
+        shared_heads, exact_heads: KV heads by form; together all of them.
+        keys, values: the shared form; None when no head has it, or when shared heads drop the middle (basis=none).
+        exact_keys, exact_values: per layer [Hex, M, d].
+        residual_keys, residual_values: corrections, or None.
+        window_keys, window_values: per layer [H, W, d], sinks first.
+        positions: int32 [S or 1, M] of the middle tokens when keys are stored before RoPE, else None.
+    """
+
+    def __init__(self, window_keys: list[Tensor], window_values: list[Tensor], policy: WindowPolicy) -> None:
+        self.window_keys, self.window_values, self.policy = window_keys, window_values, policy
+        self.shared_heads: list[int] = []
+        self.exact_heads: list[int] = []
+        self.keys: SharedSide | None = None
+        self.values: SharedSide | None = None
+        self.exact_keys: list[Tensor] = []
+        self.exact_values: list[Tensor] = []
+        self.residual_keys: ResidualStore | None = None
+        self.residual_values: ResidualStore | None = None
+        self.positions: Tensor | None = None
+        self.frequencies: Tensor | None = None  # the model's, one tensor for all rows
+        self.next_position = 0
+        self.joint = False
+        self.report = BlockReport([])
+
+    @property
+    def num_middle(self) -> int:
+        """M."""
+        if self.exact_keys:
+            return self.exact_keys[0].shape[1]
+        return self.keys.coefficients.num_tokens if self.keys is not None else 0
+
+    @property
+    def attended(self) -> int:
+        """Entries each head attends to."""
+        return self.num_middle + self.window_keys[0].shape[1]
+
+    # --- attention
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention of new tokens over the row, then store them in the window.
+
+        Args:
+            layer: index inside the block.
+            query: [Hq, Q, d].
+            key, value: [H, Q, d].
+            scale: factor on the logits.
+
+        Returns:
+            [Hq, Q, d].
+        """
+        num_heads, num_queries = key.shape[0], key.shape[1]
+        window_keys = torch.cat([self.window_keys[layer].to(key.dtype), key], dim=1)
+        window_values = torch.cat([self.window_values[layer].to(value.dtype), value], dim=1)
+        rows = (query * scale).unflatten(0, (num_heads, -1)).flatten(1, 2)  # [H, G * Q, d]
+        near = torch.matmul(rows, window_keys.mT).float()
+        bias = causal_bias(num_queries, key.device)
+        if bias is not None:
+            near[..., -num_queries:] += bias.repeat(rows.shape[1] // num_queries, 1)
+        if self.num_middle:
+            far = self._middle_logits(layer, rows)
+            weights = torch.softmax(torch.cat([far, near], dim=-1), dim=-1).to(value.dtype)
+            far_weights, near_weights = weights.split([far.shape[-1], near.shape[-1]], dim=-1)
+            output = torch.matmul(near_weights, window_values) + self._middle_output(layer, far_weights)
+        else:
+            output = torch.matmul(torch.softmax(near, dim=-1).to(value.dtype), window_values)
+        self.window_keys[layer] = window_keys.to(self.window_keys[layer].dtype)
+        self.window_values[layer] = window_values.to(self.window_values[layer].dtype)
+        return output.unflatten(1, (-1, num_queries)).flatten(0, 1)
+
+    def _streams(self, x: Tensor) -> Tensor:
+        """Shared heads of [H, P, n] as [S, Hs, P, n]."""
+        mine = x if len(self.shared_heads) == x.shape[0] else x[self.shared_heads]
+        return mine.unsqueeze(0) if self.joint else mine.unsqueeze(1)
+
+    def _middle_logits(self, layer: int, rows: Tensor) -> Tensor:
+        """fp32 logits [H, P, M] over the middle."""
+        if self.keys is None:
+            far = rows.new_full((*rows.shape[:2], self.num_middle), float("-inf"), dtype=torch.float32)
+        else:
+            streams = self._streams(rows)
+            if self.positions is None:
+                shared = self.keys.logits(streams, layer).flatten(0, 1)
+            else:
+                assert self.frequencies is not None
+                shared = self.keys.rotated_logits(streams, layer, self.positions, self.frequencies).flatten(0, 1)
+            if not self.exact_heads:
+                far = shared
+            else:
+                far = rows.new_empty((*rows.shape[:2], self.num_middle), dtype=torch.float32)
+                far[self.shared_heads] = shared
+        if self.exact_heads:
+            exact = rows[self.exact_heads]
+            far[self.exact_heads] = torch.matmul(exact, self.exact_keys[layer].to(rows.dtype).mT).float()
+        if self.residual_keys is not None:
+            correction = self.residual_keys.layer(layer, rows.dtype)
+            heads, count = self.residual_keys.heads, correction.shape[1]
+            far[heads, :, :count] += torch.matmul(rows[heads], correction.mT).float()
+        return far
+
+    def _middle_output(self, layer: int, weights: Tensor) -> Tensor:
+        """The middle's part of the output [H, P, d] for attention weights [H, P, M]."""
+        if self.values is not None and not self.exact_heads:
+            output = self.values.output(self._streams(weights), layer).flatten(0, 1)
+        else:
+            output = weights.new_zeros(*weights.shape[:2], self.window_values[layer].shape[-1])
+            if self.values is not None:
+                output[self.shared_heads] = self.values.output(self._streams(weights), layer).flatten(0, 1)
+        if self.exact_heads:
+            exact = torch.matmul(weights[self.exact_heads], self.exact_values[layer].to(weights.dtype))
+            output[self.exact_heads] = exact
+        if self.residual_values is not None:
+            correction = self.residual_values.layer(layer, weights.dtype)
+            heads, count = self.residual_values.heads, correction.shape[1]
+            output[heads] += torch.matmul(weights[heads, :, :count], correction)
+        return output
+
+    # --- decode tokens leave the window
+    def fold(self) -> None:
+        """Move the oldest window tokens into the middle, `fold` at a time, until the window is within its bounds."""
+        policy = self.policy
+        if policy.limit is not None:
+            self._trim(policy.limit)
+            return
+        while self.window_keys[0].shape[1] >= policy.num_sinks + policy.window + policy.fold:
+            first, last = policy.num_sinks, policy.num_sinks + policy.fold
+            old_keys = torch.stack([keys[:, first:last] for keys in self.window_keys])
+            old_values = torch.stack([values[:, first:last] for values in self.window_values])
+            self._append(old_keys, old_values)
+            for window in (self.window_keys, self.window_values):
+                for layer, tensor in enumerate(window):
+                    window[layer] = torch.cat([tensor[:, :first], tensor[:, last:]], dim=1)
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        """Fold tokens [J, H, F, d] into the middle."""
+        exact_keys = keys
+        if self.positions is not None:
+            assert self.frequencies is not None
+            count = keys.shape[2]
+            new = torch.arange(self.next_position, self.next_position + count, dtype=torch.int32, device=keys.device)
+            keys = shift_positions(keys, -new, self.frequencies)
+            self.positions = torch.cat([self.positions, new.expand(self.positions.shape[0], -1)], dim=1)
+        self.next_position += keys.shape[2]
+        for layer in range(len(self.exact_keys)):
+            self.exact_keys[layer] = torch.cat([self.exact_keys[layer], exact_keys[layer, self.exact_heads]], dim=1)
+            self.exact_values[layer] = torch.cat([self.exact_values[layer], values[layer, self.exact_heads]], dim=1)
+        if self.keys is not None and self.values is not None:
+            dim = 1 if self.joint else 2
+            errors = [
+                side.fold(x[:, self.shared_heads].unsqueeze(dim))
+                for side, x in ((self.keys, keys), (self.values, values))
+            ]
+            self.report.fold_error += float(sum(errors) / 2) * keys.shape[2]
+        self.report.folded_tokens += keys.shape[2]
+
+    def _trim(self, limit: int) -> None:
+        """Very short prompts: keep sinks and the newest tokens, `limit` in all."""
+        for window in (self.window_keys, self.window_values):
+            for layer, tensor in enumerate(window):
+                excess = tensor.shape[1] - limit
+                if excess > 0:
+                    sinks = min(self.policy.num_sinks, limit // 2)
+                    window[layer] = torch.cat([tensor[:, :sinks], tensor[:, sinks + excess :]], dim=1)
+
+    def drop_oldest_fold(self) -> bool:
+        """Give up the oldest folded tile; False when there is none."""
+        sides = [side for side in (self.keys, self.values) if side is not None]
+        if not sides or self.exact_heads or sides[0].coefficients.classes[0].tail is None:
+            return False
+        for side in sides:
+            side.coefficients.drop_oldest_tile()
+        if self.positions is not None:
+            first = sides[0].coefficients.classes[0].main_tokens
+            self.positions = torch.cat(
+                [self.positions[:, :first], self.positions[:, first + self.policy.fold :]], dim=1
+            )
+        self.report.dropped_tokens += self.policy.fold
+        return True

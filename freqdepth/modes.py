@@ -1,0 +1,312 @@
+"""The mode of every head of a block: shared, residual or exact, by eq. 2 under the block's bytes.
+
+Legend: J layers of the block, H KV heads, G query heads per KV head, M middle tokens, r residual tokens, P probe
+queries, d head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from freqdepth.allocation import Offer, choose_levels
+from freqdepth.basis import DctBasis
+from freqdepth.codes import UNQUANTIZED
+from freqdepth.compress import BlockInput, SharedFit, SharedFitter
+from freqdepth.layout import BlockReport, ResidualStore, RowBlock, SharedSide
+from freqdepth.transform import dct_basis
+from kvcore.quant import quantize, quantized_bytes
+from kvcore.rope import shift_positions
+
+if TYPE_CHECKING:
+    from freqdepth.method import FreqDepth
+
+# Residual sizes on offer, as shares of the middle tokens.
+_RESIDUAL_SHARES = (0.0, 0.0025, 0.01, 0.03, 0.1)
+# Most of a block's bytes that residual tokens may take from the coefficients.
+_RESIDUAL_LIMIT = 0.3
+
+
+class SmallestBytesError(ValueError):
+    """A block cannot be stored within its bytes.
+
+    Attributes:
+        smallest: bytes it needs at least.
+    """
+
+    def __init__(self, smallest: float) -> None:
+        self.smallest = smallest
+        super().__init__(f"the block needs at least {smallest:.0f} bytes")
+
+
+@dataclass
+class Plan:
+    """Modes of a block and the shared form they go with.
+
+    Attributes:
+        fit: the shared form of `heads`.
+        heads: KV heads that are not exact.
+        exact: KV heads that are.
+        residual: those of `heads` with corrections.
+        losses: eq. 2's data term of each of `heads` in its mode.
+        order: middle tokens per stream, residual ones first: [S, M].
+        count: r.
+        price: λ, loss per byte.
+    """
+
+    fit: SharedFit
+    heads: list[int]
+    exact: list[int]
+    residual: list[int]
+    losses: list[float]
+    order: Tensor
+    count: int
+    price: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.losses)
+
+
+def token_losses(block: BlockInput, fit: SharedFit, heads: list[int]) -> Tensor:
+    """Loss [H', M] of every head and middle token in the shared form: the probe's squared logit error, weighed by
+    what the token means to the probe, plus the same of its value.
+
+    Args:
+        block: the input.
+        fit: the shared form.
+        heads: the heads it covers.
+    """
+    total: Tensor | None = None
+    for layer, probe in enumerate(block.probes):
+        queries = probe.queries[heads].flatten(1, 2)  # [H', G * P, d]
+        key_error = fit.key_error[layer]
+        if block.positions is not None:
+            assert block.frequencies is not None
+            key_error = shift_positions(key_error, block.positions, block.frequencies)
+        logit_error = torch.matmul(queries, key_error.mT).square_().mean(1)
+        weight = block.token_weight[layer, heads]
+        relative = weight / weight.mean(-1, keepdim=True).clamp_min(1e-30)
+        value_error = fit.value_error[layer].square().sum(-1) * probe.value_weight[heads, None].square()
+        loss = logit_error * weight + value_error * relative
+        total = loss if total is None else total + loss
+    assert total is not None
+    return total
+
+
+class ModeChooser:
+    """Chooses modes, residual size and widths together, so that the bytes are met with the least probe loss.
+
+    Args:
+        block: the input.
+        options: of the method.
+        allowed: bytes for the middle of this block and row.
+    """
+
+    def __init__(self, block: BlockInput, options: FreqDepth, allowed: float) -> None:
+        self.block, self.options, self.allowed = block, options, allowed
+        self.num_layers, self.num_heads, self.num_tokens, self.head_dim = block.keys.shape
+        self.exact_bytes = 2 * self.num_layers * self.num_tokens * self.head_dim * block.dtype.itemsize
+
+    def fill(self, row: RowBlock) -> None:
+        """Compress into `row`.
+
+        Raises:
+            SmallestBytesError: the allowance is too small.
+        """
+        row.joint = self.options.heads == "joint"
+        every = list(range(self.num_heads))
+        if list(self.options.modes) == ["exact"]:
+            self._need(self.num_heads * self.exact_bytes)
+            self._fill_exact(row, every, [])
+        elif self.options.basis == "none":
+            affordable = int(self.allowed // self.exact_bytes)
+            energy = self.block.token_weight.sum((0, 2))
+            self._fill_exact(row, *_split(every, energy.topk(min(affordable, self.num_heads)).indices.tolist()))
+        else:
+            self._store(row, self._best_plan(every))
+
+    def _need(self, num_bytes: float) -> None:
+        if num_bytes > self.allowed:
+            raise SmallestBytesError(num_bytes)
+
+    # --- planning
+    def _best_plan(self, every: list[int]) -> Plan:
+        """Plan with every head shared or residual; heads that eq. 2 wants exact are taken out and the rest refitted."""
+        plan = self._plan(every, [])
+        exact = self._wants_exact(plan)
+        if not exact or len(exact) == self.num_heads:
+            return plan
+        rest = [head for head in every if head not in exact]
+        try:
+            again = self._plan(rest, exact)
+        except SmallestBytesError:
+            return plan
+        return again if again.total < plan.total else plan
+
+    def _wants_exact(self, plan: Plan) -> list[int]:
+        """Heads whose loss is worth more than the bytes that keeping them exact would add."""
+        if "exact" not in self.options.modes:
+            return []
+        shared_bytes = plan.fit.num_bytes / len(plan.heads)
+        extra = max(self.exact_bytes - shared_bytes, 1.0)
+        spare = self.allowed - plan.fit.num_bytes if plan.price == 0 else 0.0
+        ranked = sorted(zip(plan.losses, plan.heads, strict=True), reverse=True)
+        free = int(spare // extra)
+        return sorted(head for rank, (loss, head) in enumerate(ranked) if rank < free or loss > plan.price * extra > 0)
+
+    def _plan(self, heads: list[int], exact: list[int]) -> Plan:
+        """The best residual size and widths for a set of shared heads beside exact ones."""
+        allowed = self.allowed - len(exact) * self.exact_bytes
+        fitter = SharedFitter(self.block, self.options, heads, max(allowed, 1.0))
+        if fitter.smallest() > allowed:
+            raise SmallestBytesError(fitter.smallest() + len(exact) * self.exact_bytes)
+        fit = fitter.fit(allowed)
+        losses = token_losses(self.block, fit, heads)
+        best = self._with_residuals(fit, heads, exact, losses, 0, allowed)
+        for count in self._residual_counts():
+            reserve = len(heads) * self._residual_bytes(count) if fit.price > 0 else 0.0
+            if self._not_worth(losses, count, reserve, fit.price) or fitter.smallest() > allowed - reserve:
+                break
+            if reserve:
+                smaller = fitter.fit(allowed - reserve)
+                candidate = self._with_residuals(
+                    smaller, heads, exact, token_losses(self.block, smaller, heads), count, allowed
+                )
+            else:
+                candidate = self._with_residuals(fit, heads, exact, losses, count, allowed)
+            if candidate.total >= best.total and self.options.residual_tokens is None and reserve:
+                break
+            if candidate.total < best.total or self.options.residual_tokens is not None:
+                best = candidate
+        return best
+
+    def _residual_counts(self) -> list[int]:
+        """Residual sizes to try."""
+        if "residual" not in self.options.modes:
+            return []
+        if self.options.residual_tokens is not None:
+            return [min(self.options.residual_tokens, self.num_tokens)] if self.options.residual_tokens else []
+        return sorted({round(share * self.num_tokens) for share in _RESIDUAL_SHARES} - {0})
+
+    def _not_worth(self, losses: Tensor, count: int, reserve: float, price: float) -> bool:
+        """Whether the worst tokens lose less than the bytes of their corrections are worth."""
+        if self.options.residual_tokens is not None:
+            return False
+        if reserve > _RESIDUAL_LIMIT * self.allowed:
+            return True
+        ranking = losses.sum(0, keepdim=True) if self.options.heads == "joint" else losses
+        return float(ranking.topk(count).values.sum()) < price * reserve
+
+    def _with_residuals(
+        self, fit: SharedFit, heads: list[int], exact: list[int], losses: Tensor, count: int, allowed: float
+    ) -> Plan:
+        """Shared or residual for each head: least loss (eq. 2) within the bytes that the shared form leaves."""
+        joint = self.options.heads == "joint"
+        order = (losses.sum(0, keepdim=True) if joint else losses).argsort(dim=-1, descending=True)
+        corrected = losses.gather(1, order[:, :count].expand(len(heads), -1)).sum(-1)
+        shared = losses.sum(-1)
+        left = 1.0 - _KEPT_ERROR.get(self.options.residual_bits, 0.0)
+        table = torch.stack([shared, shared - left * corrected])
+        cost = torch.tensor([0.0, self._residual_bytes(count)], device=table.device)[:, None].expand_as(table)
+        if count == 0:
+            return Plan(fit, heads, exact, [], shared.tolist(), order, 0, fit.price)
+        levels, price = choose_levels(Offer(table, cost), max(allowed - fit.num_bytes, 0.0))
+        residual = [head for head, level in zip(heads, levels.tolist(), strict=True) if level]
+        chosen = table.gather(0, levels[None])[0].tolist()
+        return Plan(fit, heads, exact, residual, chosen, order, count if residual else 0, max(price, fit.price))
+
+    def _components(self) -> int:
+        """Depth components of a correction: every layer, or the DCT's high frequencies."""
+        if self.options.basis == "klt":
+            return self.num_layers
+        return self.num_layers - min(self.options.low_frequencies, self.num_layers)
+
+    def _residual_bytes(self, count: int) -> float:
+        """Bytes of one head's corrections of `count` tokens."""
+        if self.options.residual_bits == UNQUANTIZED:
+            one = count * self.head_dim * self.block.dtype.itemsize
+        else:
+            one = quantized_bytes(count, self.head_dim, self.options.residual_bits, _group(self.head_dim), "channels")
+        return 2.0 * self._components() * one
+
+    # --- storing
+    def _fill_exact(self, row: RowBlock, exact: list[int], dropped: list[int]) -> None:
+        row.exact_heads, row.shared_heads = exact, dropped
+        self._store_exact(row, exact)
+        modes = ["exact" if head in exact else "shared" for head in range(self.num_heads)]
+        row.report = BlockReport(modes, [0.0] * self.num_heads)
+
+    def _store_exact(self, row: RowBlock, heads: list[int]) -> None:
+        row.exact_keys = [keys[heads].to(self.block.dtype) for keys in self.block.exact_keys]
+        row.exact_values = [values[heads].to(self.block.dtype) for values in self.block.values]
+
+    def _store(self, row: RowBlock, plan: Plan) -> None:
+        fit = plan.fit
+        row.shared_heads, row.exact_heads = plan.heads, plan.exact
+        row.keys, row.values = fit.keys, fit.values
+        if plan.exact:
+            self._store_exact(row, plan.exact)
+        if plan.count:
+            self._reorder(row, plan)
+            row.residual_keys = self._residual(fit.keys, fit.key_error, plan)
+            row.residual_values = self._residual(fit.values, fit.value_error, plan)
+        losses = dict(zip(plan.heads, plan.losses, strict=True))
+        modes = [
+            "exact" if h in plan.exact else "residual" if h in plan.residual else "shared"
+            for h in range(self.num_heads)
+        ]
+        row.report = BlockReport(
+            modes,
+            [losses.get(head, 0.0) for head in range(self.num_heads)],
+            plan.price,
+            fit.key_energy.tolist(),
+            fit.value_energy.tolist(),
+            [(group.bits, group.num_coefficients) for group in fit.keys.coefficients.classes],
+            [(group.bits, group.num_coefficients) for group in fit.values.coefficients.classes],
+        )
+
+    def _reorder(self, row: RowBlock, plan: Plan) -> None:
+        """Move the residual tokens to the front of every stream's token order."""
+        for side in (plan.fit.keys, plan.fit.values):
+            side.coefficients.reorder(plan.order)
+        if row.positions is not None:
+            row.positions = row.positions.expand(plan.order.shape[0], -1).gather(1, plan.order)
+
+    def _residual(self, side: SharedSide, error: Tensor, plan: Plan) -> ResidualStore:
+        """Corrections [J, H', M, d] of the residual heads' first tokens, as stored components."""
+        members = [plan.heads.index(head) for head in plan.residual]
+        rows = plan.order[:, : plan.count].expand(len(plan.heads), -1)[members]
+        picked = error[:, members].gather(2, rows[None, :, :, None].expand(self.num_layers, -1, -1, self.head_dim))
+        mixing = rotation = None
+        if isinstance(side.basis, DctBasis):
+            if side.basis.rotation is not None:
+                rotation = side.basis.rotation[:, members]
+                picked = picked @ rotation.float()
+            first = self.num_layers - self._components()
+            mixing = dct_basis(self.num_layers, picked.device)[first:].T.contiguous()  # [J, components]
+            picked = torch.einsum("jc,jhrd->chrd", mixing, picked)
+        bits = self.options.residual_bits
+        components = [
+            part.to(self.block.dtype).clone()
+            if bits == UNQUANTIZED
+            else quantize(part, bits, _group(self.head_dim), "channels")
+            for part in picked
+        ]
+        return ResidualStore(plan.residual, components, mixing, rotation)
+
+
+# Share of a corrected token's squared error that a correction of so many bits leaves (asymmetric groups of channels).
+_KEPT_ERROR = {2: 0.12, 3: 0.04, 4: 0.012, 6: 0.001, 8: 1e-4}
+
+
+def _group(head_dim: int) -> int:
+    """Channels that share a scale in a correction."""
+    return 64 if head_dim % 64 == 0 else 8 * max(1, head_dim // 8)
+
+
+def _split(every: list[int], chosen: list[int]) -> tuple[list[int], list[int]]:
+    return sorted(chosen), [head for head in every if head not in chosen]
