@@ -40,8 +40,9 @@ class BackboneConfig:
     Attributes:
         name: short name, used in results and checkpoints.
         path: hub id or local folder of the model.
-        embedded_package: Python package that carries `embedded_file`; tried before `path`.
+        embedded_package: Python package that carries `embedded_file`, which stands for the hub id `embedded_for`.
         embedded_file: GGUF file inside that package.
+        embedded_for: the hub id; with any other `path` the embedded file is not used and the name is the path's.
         revision: hub revision.
         dtype: `auto` (bf16 on an accelerator, fp32 on a CPU), float32, bfloat16 or float16.
         device: `auto` (cuda when there is one), cpu, cuda, cuda:1, ...
@@ -57,6 +58,7 @@ class BackboneConfig:
     path: str
     embedded_package: str | None = None
     embedded_file: str | None = None
+    embedded_for: str | None = None
     revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -68,6 +70,10 @@ class BackboneConfig:
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        if self.embedded_for is not None and self.path != self.embedded_for:
+            object.__setattr__(self, "embedded_package", None)
+            object.__setattr__(self, "embedded_for", None)
+            object.__setattr__(self, "name", Path(self.path).name)
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"backbone.dtype must be auto, {', '.join(DTYPES)}; received {self.dtype!r}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:

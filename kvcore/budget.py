@@ -183,3 +183,14 @@ class Ledger:
             "h2d_bytes_per_token": self.h2d_bytes_per_token,
             "prefill_device_bytes": self.prefill_device_bytes,
         }
+
+
+class UnreachableBudgetError(ValueError):
+    """A budget that a method cannot meet; the message names the smallest reachable one and the levers."""
+
+    def __init__(self, method: str, budget: float | int, smallest: float, levers: str) -> None:
+        self.smallest = smallest
+        super().__init__(
+            f"method '{method}' cannot meet budget={budget}: the smallest it can reach here is {smallest:.4g}. "
+            f"Levers: {levers}"
+        )

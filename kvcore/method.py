@@ -31,11 +31,13 @@ class Method:
     Class attributes:
         name: the registered name.
         reference_only: an upper reference that looks at what it claims to have dropped; flagged in results.
+        ignores_budget: the method is the same at every budget (the full cache); run once in a comparison.
         attends_all: no entry is left out of the attention (codecs), so coverage is 1 by construction.
     """
 
     name: ClassVar[str]
     reference_only: ClassVar[bool] = False
+    ignores_budget: ClassVar[bool] = False
     attends_all: ClassVar[bool] = False
     cache_class: ClassVar[type[CompressedCache]] = CompressedCache
 

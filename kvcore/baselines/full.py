@@ -18,6 +18,7 @@ class Full(Method):
     measured share says 1.0, and results carry it."""
 
     name: ClassVar[str] = "full"
+    ignores_budget: ClassVar[bool] = True
     attends_all: ClassVar[bool] = True
 
     def make_layer(self, spec: ModelSpec, budget: Budget, layer_idx: int) -> CacheLayer:

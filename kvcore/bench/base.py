@@ -61,11 +61,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class MethodRun:
-    """A method at a budget: one row of a comparison."""
+    """A method at a budget: one row of a comparison.
+
+    Attributes:
+        method: the method with its options.
+        budget, budget_scope: see `kvcore.budget.Budget`.
+        label: name in results; presets and ablations of one method differ here. Empty means the method's name.
+    """
 
     method: Method
     budget: float | int
     budget_scope: Scope = "bytes"
+    label: str = ""
 
     def new_cache(self, backbone: Backbone) -> CompressedCache:
         """An empty cache of this run."""
@@ -75,6 +82,7 @@ class MethodRun:
     def columns(self) -> dict[str, Any]:
         """What identifies the run in a result row."""
         return {
+            "label": self.label or self.method.name,
             "method": self.method.name,
             "method_options": dataclasses.asdict(self.method),
             "reference_only": self.method.reference_only,

@@ -51,8 +51,8 @@ class GenerationBenchmark(Benchmark):
         if total > backbone.spec.max_positions:
             raise ValueError(
                 f"bench {self.name}, task {sample.task}, sample {sample.id}: the prompt holds {len(prompt.ids)} tokens "
-                f"and {sample.max_new_tokens} are to be generated, {total} in all; {backbone.config.name} was built for "
-                f"{backbone.spec.max_positions}. Use a shorter context or a backbone with a longer one"
+                f"and {sample.max_new_tokens} are to be generated, {total} in all; {backbone.config.name} was built "
+                f"for {backbone.spec.max_positions}. Use a shorter context or a backbone with a longer one"
             )
         return prompt
 
@@ -94,7 +94,7 @@ class GenerationBenchmark(Benchmark):
         began = time.perf_counter()
         new_ids = greedy_answer(backbone, sample, prompt.ids, cache)
         decode_seconds = time.perf_counter() - began
-        prediction = backbone.tokenizer.decode(new_ids, skip_special_tokens=True)
+        prediction = str(backbone.tokenizer.decode(new_ids, skip_special_tokens=True))
         return {
             "prediction": prediction,
             "references": list(sample.references),
@@ -147,7 +147,8 @@ def greedy_answer(backbone: Backbone, sample: Sample, ids: list[int], cache: Com
     if sample.stop:
         stopping.append(StopStrings(backbone.tokenizer, sample.stop, len(ids)))
     input_ids = torch.tensor([ids], device=backbone.device)
-    output = backbone.model.generate(
+    generate: Any = backbone.model.generate
+    output = generate(
         input_ids=input_ids,
         attention_mask=torch.ones_like(input_ids),
         generation_config=config,

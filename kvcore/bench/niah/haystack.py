@@ -45,7 +45,7 @@ class Haystack:
             # 12 characters a token is more than any text needs: never tokenise a whole library
             ids = tokenizer(needed[: 12 * tokens + 100], add_special_tokens=False).input_ids
             if len(ids) >= tokens:
-                return tokenizer.decode(ids[:tokens], clean_up_tokenization_spaces=False)
+                return str(tokenizer.decode(ids[:tokens], clean_up_tokenization_spaces=False))
             needed = needed + "\n" + self.text
 
 

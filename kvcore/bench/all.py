@@ -1,0 +1,12 @@
+"""Importing this module registers every benchmark."""
+
+from kvcore.bench.fidelity import Fidelity
+from kvcore.bench.gsm8k import GSM8K
+from kvcore.bench.humaneval import HumanEval
+from kvcore.bench.infinitebench import InfiniteBench
+from kvcore.bench.longbench import LongBench
+from kvcore.bench.niah import NeedleInAHaystack
+from kvcore.bench.ruler import Ruler
+from kvcore.bench.samsum import SAMSum
+
+__all__ = ["GSM8K", "Fidelity", "HumanEval", "InfiniteBench", "LongBench", "NeedleInAHaystack", "Ruler", "SAMSum"]

@@ -1,0 +1,102 @@
+"""What one `evaluate.py` run will do, checked before any model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from kvcore.backbone import BackboneConfig
+from kvcore.bench.base import Benchmark, MethodRun, build_bench
+from kvcore.budget import Budget, Scope
+from kvcore.cli import config_hash, typed_options
+from kvcore.method import Method, build_method
+from kvcore.tracking import LoggerConfig
+
+ON_UNREACHABLE = ("error", "skip")
+TOP_LEVEL_BENCH_OPTIONS = ("data_dir", "limit", "seed", "compress_question")
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Benches x methods x budgets on one backbone.
+
+    Attributes:
+        backbone: which model.
+        benches: the benchmarks, with their options.
+        runs: every method at every budget; a method that ignores budgets appears once, at 1.0.
+        logger: wandb options.
+        on_unreachable: `error`, or `skip` for tables where some methods cannot reach some budgets.
+    """
+
+    backbone: BackboneConfig
+    benches: list[Benchmark]
+    runs: list[MethodRun]
+    logger: LoggerConfig
+    on_unreachable: str = "error"
+
+    def run_key(self, bench: Benchmark, run: MethodRun) -> str:
+        """Hash of everything that can change a result row."""
+        return config_hash(
+            {
+                "bench": {"name": bench.name, **dataclasses.asdict(bench)},
+                "backbone": dataclasses.asdict(self.backbone),
+                **run.columns,
+            },
+            digits=16,
+        )
+
+
+def evaluation_plan(config: dict[str, Any]) -> EvaluationPlan:
+    """Validate a resolved configuration.
+
+    Raises:
+        ValueError: an unknown name or option (close matches named) or a value out of range.
+    """
+    scope = config["budget_scope"]
+    if scope not in get_args(Scope):
+        raise ValueError(f"budget_scope must be one of {', '.join(get_args(Scope))}; received {scope!r}")
+    if config["on_unreachable"] not in ON_UNREACHABLE:
+        raise ValueError(f"on_unreachable must be error or skip; received {config['on_unreachable']!r}")
+    if not config.get("method"):
+        raise ValueError("no method given; for example method=[full,streaming_llm]")
+    if not config.get("bench"):
+        raise ValueError("no bench given; for example bench=fidelity")
+    budgets = config["budget"] if isinstance(config["budget"], list) else [config["budget"]]
+    if not budgets:
+        raise ValueError("budget is an empty list; give at least one, for example budget=[0.05,0.1]")
+    for budget in budgets:
+        Budget(budget, scope)
+    shared = {name: config[name] for name in TOP_LEVEL_BENCH_OPTIONS}
+    return EvaluationPlan(
+        backbone=typed_options(BackboneConfig, config["backbone"], "backbone"),
+        benches=[_bench(name, options or {}, shared) for name, options in config["bench"].items()],
+        runs=_runs(config["method"], budgets, scope),
+        logger=typed_options(LoggerConfig, config.get("logger") or {}, "logger"),
+        on_unreachable=config["on_unreachable"],
+    )
+
+
+def _bench(name: str, options: dict[str, Any], shared: dict[str, Any]) -> Benchmark:
+    options = dict(options)
+    registered = options.pop("_name_", name)
+    for key, value in shared.items():
+        if options.get(key) is None:
+            options[key] = value
+    return build_bench(registered, **options)
+
+
+def _runs(methods: dict[str, dict[str, Any] | None], budgets: Sequence[float | int], scope: Scope) -> list[MethodRun]:
+    runs = []
+    for label, options in methods.items():
+        method = method_from_config(label, options or {})
+        for budget in [1.0] if method.ignores_budget else budgets:
+            runs.append(MethodRun(method, budget, scope, label))
+    return runs
+
+
+def method_from_config(label: str, options: dict[str, Any]) -> Method:
+    """A method from its configuration node; `_name_` is the registered name, the node's own name otherwise."""
+    options = dict(options)
+    return build_method(options.pop("_name_", label), **options)

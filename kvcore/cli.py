@@ -1,0 +1,165 @@
+"""Command-line behaviour shared by `evaluate.py` and `train.py`: early argument checks, clear errors, hashing."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvcore.method import did_you_mean
+
+Options = TypeVar("Options")
+USER_ERRORS = (ValueError, NotImplementedError, FileNotFoundError, PermissionError, OmegaConfBaseException)
+INTERRUPTED = 130
+
+
+def config_dir() -> Path:
+    """The folder of the configuration files, in a checkout or in an installed wheel."""
+    import conf
+
+    return Path(next(iter(conf.__path__)))
+
+
+def run(task: Callable[[DictConfig], None], config_name: str) -> None:
+    """Run a task under Hydra with this project's configuration.
+
+    A user's mistake ends with one clear message and exit code 2, an interruption with 130; nothing is swallowed.
+    """
+    problem = check_overrides(sys.argv[1:], config_name) or check_composition(sys.argv[1:], config_name)
+    if problem:
+        fail(problem)
+
+    def guarded(config: DictConfig) -> None:
+        try:
+            task(config)
+        except KeyboardInterrupt:
+            print("\ninterrupted: finished results are kept; run the same command again to resume", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+        except USER_ERRORS as error:
+            if os.environ.get("SEKV_TRACEBACK"):
+                raise
+            fail(f"{error} (SEKV_TRACEBACK=1 shows where)")
+
+    guarded.__module__ = "__main__"
+    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(guarded)()
+
+
+def fail(message: str) -> None:
+    """End with one message on stderr and exit code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def groups() -> dict[str, list[str]]:
+    """Configuration groups and their choices."""
+    return {
+        folder.name: sorted(p.stem for p in folder.glob("*.yaml"))
+        for folder in sorted(config_dir().iterdir())
+        if folder.is_dir() and any(folder.glob("*.yaml"))
+    }
+
+
+def check_overrides(arguments: list[str], config_name: str) -> str | None:
+    """The first mistake among `key=value` arguments that can be told without composing, with close matches.
+
+    Args:
+        arguments: command line without the program's name.
+        config_name: primary configuration.
+
+    Returns:
+        A message, or None when nothing is wrong.
+    """
+    top = OmegaConf.load(config_dir() / f"{config_name}.yaml")
+    choices = groups()
+    known = sorted({str(key) for key in top if key not in ("defaults", "hydra")} | set(choices) | {"hydra"})
+    for argument in arguments:
+        if argument.startswith("-") or "=" not in argument:
+            continue
+        key, _, value = argument.partition("=")
+        if key.startswith(("+", "~")):
+            continue
+        head = key.split("@")[0].split(".")[0].split("/")[0]
+        if head not in known:
+            return f"unknown key '{head}'. {did_you_mean(head, known)}"
+        if key in choices:
+            for word in value.strip("[]").split(","):
+                word = word.strip().strip("'\"")
+                if word and word not in ("null", *choices[key]):
+                    return f"unknown {key} '{word}'. {did_you_mean(word, choices[key])}"
+    return None
+
+
+def check_composition(arguments: list[str], config_name: str) -> str | None:
+    """A message, with close matches, for the first option that the composed configuration does not have.
+
+    Args:
+        arguments: command line without the program's name.
+        config_name: primary configuration.
+    """
+    overrides = [a for a in arguments if "=" in a and not a.startswith(("-", "hydra"))]
+    if "-m" in arguments or "--multirun" in arguments or not overrides:
+        return None  # a sweep's values are composed job by job
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        try:
+            hydra.compose(config_name, overrides)
+            return None
+        except hydra.errors.HydraException as error:
+            choices = set(groups())
+            for override in overrides:
+                key = override.partition("=")[0]
+                if key.startswith(("+", "~")) or key in choices:
+                    continue
+                others = [o for o in overrides if o.partition("=")[0] in choices]
+                node: Any = hydra.compose(config_name, others)
+                for part in key.split("."):
+                    if not OmegaConf.is_dict(node) or part not in node:
+                        valid = [str(k) for k in node] if OmegaConf.is_dict(node) else []
+                        return f"unknown option '{key}': no '{part}' here. {did_you_mean(part, valid)}"
+                    node = node[part]
+            return str(error)
+
+
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """A configuration as a plain nested dict, interpolations resolved."""
+    plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def typed_options(cls: type[Options], options: dict[str, Any], where: str) -> Options:
+    """A dataclass of options from a configuration node.
+
+    Args:
+        cls: the dataclass; it validates its own values.
+        options: the node.
+        where: name of the node, for messages.
+
+    Raises:
+        ValueError: an option that the dataclass does not have, with close matches.
+    """
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"{where} has no option '{option}'. {did_you_mean(option, known)}")
+    return cls(**options)
+
+
+def config_hash(plain: Any, digits: int = 8) -> str:
+    """Short hash of plain data, independent of key order."""
+    text = json.dumps(plain, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
+def is_multirun() -> bool:
+    """Whether Hydra runs this job as part of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == hydra.types.RunMode.MULTIRUN

@@ -1,0 +1,67 @@
+"""Terminal tables of a results file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 150
+METRIC_NAMES = {"kl": "KL (nats)", "agreement": "top-1 agreement", "coverage": "attention coverage"}
+
+
+def print_summary(results: dict[str, Any], console: Console | None = None) -> None:
+    """One table per benchmark: a row per method, budget and context, a column per metric and per cost."""
+    # written to a file or a pipe a table keeps its full width
+    console = console or Console(width=None if sys.stdout.isatty() else WIDTH)
+    for bench in dict.fromkeys(row["bench"] for row in results["summary"]):
+        console.print(summary_table(bench, [row for row in results["summary"] if row["bench"] == bench]))
+
+
+def summary_table(bench: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """Table of one benchmark; over several tasks only their common row is shown."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    overall = [task for task in tasks if task in ("all", "mean")]
+    shown = [row for row in rows if row["task"] in (overall or tasks)]
+    metrics = list(dict.fromkeys(row["metric"] for row in shown))
+    table = Table(title=f"{bench} on {rows[0]['backbone']} ({', '.join(tasks)})", title_justify="left")
+    table.add_column("method")
+    for name in ("task", "context", "budget", "n", *(METRIC_NAMES.get(m, m) for m in metrics)):
+        table.add_column(name, justify="right")
+    for name in ("device share", "attended", "host MB", "h2d KB/token", "prefill s", "ms/token"):
+        table.add_column(name, justify="right")
+    for key in dict.fromkeys(_row_key(row) for row in shown):
+        group = {row["metric"]: row for row in shown if _row_key(row) == key}
+        first = next(iter(group.values()))
+        name = first["method"] + (" (reference)" if first.get("reference_only") else "")
+        cells = [name, first["task"], str(first["context"]), f"{first['budget']:g}", str(first["n"])]
+        cells += [_with_interval(group[metric]) if metric in group else "-" for metric in metrics]
+        cells += [
+            _format(first.get("device_share"), ".3f"),
+            _format(first.get("attended_share"), ".3f"),
+            _format(first.get("host_bytes"), ".1f", 1e-6),
+            _format(first.get("h2d_bytes_per_token"), ".1f", 1e-3),
+            _format(first.get("prefill_seconds"), ".1f"),
+            _format(first.get("ms_per_token"), ".0f"),
+        ]
+        table.add_row(*cells)
+    return table
+
+
+def _row_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["method"], row["task"], row["context"], row["budget"], row["budget_scope"]
+
+
+def _with_interval(row: dict[str, Any]) -> str:
+    value = f"{row['value']:.4f}" if row["metric"] == "kl" else f"{row['value']:.3f}"
+    if row.get("ci_low") is None:
+        return value
+    digits = 4 if row["metric"] == "kl" else 2
+    return f"{value} [{row['ci_low']:.{digits}f}, {row['ci_high']:.{digits}f}]"
+
+
+def _format(value: float | None, spec: str, factor: float = 1.0) -> str:
+    return "-" if value is None else format(value * factor, spec)
