@@ -3,6 +3,7 @@
 from kvcore.baselines.chunkkv import ChunkKV
 from kvcore.baselines.full import Full
 from kvcore.baselines.h2o import H2O
+from kvcore.baselines.kivi import Kivi
 from kvcore.baselines.minicache import MiniCache
 from kvcore.baselines.oracle_topk import OracleTopK
 from kvcore.baselines.pyramidkv import PyramidKV
@@ -18,6 +19,7 @@ __all__ = [
     "H2O",
     "ChunkKV",
     "Full",
+    "Kivi",
     "MiniCache",
     "OracleTopK",
     "PyramidKV",
