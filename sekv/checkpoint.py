@@ -11,7 +11,6 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -19,6 +18,7 @@ from kvcore.budget import ModelSpec
 from sekv.routing import Router, RouterConfig
 
 FORMAT = "sekv-router-1"
+SHIPPED = Path(__file__).parent / "checkpoints"
 SHAPE_FIELDS = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
@@ -107,6 +107,28 @@ def router_config(spec: ModelSpec, **form: object) -> RouterConfig:
     return RouterConfig(**shape, **form)  # type: ignore[arg-type]
 
 
-def untrained(spec: ModelSpec, **form: object) -> Router:
-    """The untrained router of a form, for a model's shape."""
-    return Router(router_config(spec, **form)).requires_grad_(False).eval().to(torch.float32)
+def read_config(path: str | Path) -> RouterConfig:
+    """The form stored in a checkpoint.
+
+    Raises:
+        FileNotFoundError, ValueError: see `load_router`.
+    """
+    return load_router(path).config
+
+
+def find_router(wanted: RouterConfig, spec: ModelSpec) -> Path | None:
+    """The shipped router of this backbone and form; None when there is none, and routing is untrained."""
+    for path in sorted(SHIPPED.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as stored:
+            metadata = stored.metadata() or {}
+        config = RouterConfig(**json.loads(metadata["config"]))
+        if same_backbone(metadata["backbone"], spec.backbone_id) and same_form(config, wanted):
+            return path
+    return None
+
+
+def same_form(first: RouterConfig, second: RouterConfig) -> bool:
+    """Whether two routers have the same shape and form; first thresholds and temperatures may differ."""
+    ignored = {"initial_tau", "temperature", "max_rank"}
+    mine, theirs = asdict(first), asdict(second)
+    return all(mine[name] == theirs[name] for name in mine if name not in ignored)

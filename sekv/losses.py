@@ -1,6 +1,7 @@
 """The training losses, and the measures logged beside them. arXiv 2606.31145, section 3.3; sekv.md section 1, item 9.
 
-Legend: B batch rows, Hq query heads, Q query tokens, S spans, R rank, P mined positions, V vocabulary.
+Legend: B batch rows, Hq query heads, Q query tokens, S units of zooming (spans, or single tokens), R rank, P mined
+positions, V vocabulary, D hidden size.
 Masses are natural logs of unnormalised attention mass, log Σ_t exp(q·k_t / sqrt(d)).
 """
 
@@ -40,11 +41,11 @@ def listwise(scores: Tensor, masses: Tensor, valid: Tensor, resident: Tensor | N
     Args:
         scores: [B, Hq, Q, S] the router's log masses; -inf for padding spans.
         masses: [B, Hq, Q, S] the teacher's log masses.
-        valid: bool [B, S], False for padding spans.
+        valid: bool [B, 1 or Hq, 1, S], units that routing decides about.
         resident: [B, Hq, Q] log mass of the exactly kept entries: one more outcome, which calibrates the scores.
             None compares the distributions over spans alone (scores without a scale of their own).
     """
-    hidden = ~valid[:, None, None]
+    hidden = ~valid
     scores = scores.masked_fill(hidden, float("-inf"))
     masses = masses.masked_fill(hidden, float("-inf"))
     if resident is not None:
@@ -61,13 +62,13 @@ def coverage_target(masses: Tensor, valid: Tensor, coverage: float = COVERAGE) -
 
     Args:
         masses: [B, Hq, Q, S] the teacher's log masses.
-        valid: bool [B, S].
+        valid: bool [B, 1 or Hq, 1, S].
         coverage: rho, the share to cover.
     """
-    share = masses.masked_fill(~valid[:, None, None], float("-inf")).softmax(-1)
+    share = masses.masked_fill(~valid, float("-inf")).softmax(-1)
     ordered, order = share.sort(dim=-1, descending=True)
     wanted = (ordered.cumsum(-1) - ordered) < coverage
-    return torch.zeros_like(share).scatter_(-1, order, wanted.to(share.dtype)) * valid[:, None, None]
+    return torch.zeros_like(share).scatter_(-1, order, wanted.to(share.dtype)) * valid
 
 
 def zoom_bce(logits: Tensor, target: Tensor, valid: Tensor, positive_weight: float = POSITIVE_WEIGHT) -> Tensor:
@@ -76,11 +77,11 @@ def zoom_bce(logits: Tensor, target: Tensor, valid: Tensor, positive_weight: flo
     Args:
         logits: [B, Hq, Q, S], log-odds of the zoom probability.
         target: [B, Hq, Q, S] from `coverage_target`.
-        valid: bool [B, S].
+        valid: bool [B, 1 or Hq, 1, S].
         positive_weight: weight of spans to zoom into.
     """
     weight = logits.new_tensor(positive_weight)
-    kept = valid[:, None, None].expand_as(logits)
+    kept = valid.expand_as(logits)
     safe = torch.where(kept, logits, 0.0)
     each = F.binary_cross_entropy_with_logits(safe, target, pos_weight=weight, reduction="none")
     return (each * kept).sum() / kept.sum().clamp_min(1)
@@ -97,24 +98,19 @@ def reconstruction(sigma: Tensor, gates: Tensor) -> Tensor:
     return ((1.0 - gates.float()).square() * energy).sum(-1).div(energy.sum(-1).clamp_min(1e-12)).mean()
 
 
-def span_budget(zoom: Tensor, valid: Tensor) -> Tensor:
-    """Mean share of spans zoomed into; zoom [B, Hq, Q, S] carries the straight-through gradient."""
-    return masked_mean(zoom, valid)
-
-
 def masked_mean(values: Tensor, valid: Tensor) -> Tensor:
-    """Mean of [B, Hq, Q, S] over the spans that exist (valid: bool [B, S])."""
-    kept = valid[:, None, None].expand_as(values)
+    """Mean of [B, Hq, Q, S] over the spans that exist (valid: bool [B, 1 or Hq, 1, S])."""
+    kept = valid.expand_as(values)
     return torch.where(kept, values, 0.0).sum() / kept.sum().clamp_min(1)
 
 
 def mass_found(zoom: Tensor, masses: Tensor, valid: Tensor) -> Tensor:
     """Share of the teacher's attention on spans that falls into the zoomed spans, mean over heads and queries."""
-    share = masses.masked_fill(~valid[:, None, None], float("-inf")).softmax(-1)
+    share = masses.masked_fill(~valid, float("-inf")).softmax(-1)
     return (share * zoom.detach()).sum(-1).mean()
 
 
-def mass_found_at(scores: Tensor, masses: Tensor, lengths: Tensor, token_share: float) -> Tensor:
+def mass_found_at(scores: Tensor, masses: Tensor, lengths: Tensor, valid: Tensor, token_share: float) -> Tensor:
     """Share of the teacher's attention on spans found when every query zooms into a fixed share of the tokens.
 
     Spans are taken by expected mass per token until the tokens are used up, so that forms compare at equal zoom.
@@ -122,13 +118,14 @@ def mass_found_at(scores: Tensor, masses: Tensor, lengths: Tensor, token_share: 
     Args:
         scores: [B, Hq, Q, S] the router's log masses.
         masses: [B, Hq, Q, S] the teacher's log masses.
-        lengths: [B, S] tokens per span; 0 for padding spans.
+        lengths: [B, S] tokens per span.
+        valid: bool [B, 1 or Hq, 1, S].
         token_share: tokens zoomed into, as a share of the spans' tokens.
     """
-    valid = lengths > 0
+    tokens = lengths[:, None, None] * valid
     density = scores - lengths.clamp_min(1).log()[:, None, None]
-    order = density.masked_fill(~valid[:, None, None], float("-inf")).argsort(-1, descending=True)
-    ordered = lengths[:, None, None].expand_as(scores).gather(-1, order)
-    taken = ordered.cumsum(-1) <= token_share * lengths.sum(-1)[:, None, None, None]
-    share = masses.masked_fill(~valid[:, None, None], float("-inf")).softmax(-1).gather(-1, order)
+    order = density.masked_fill(~valid, float("-inf")).argsort(-1, descending=True)
+    ordered = tokens.expand_as(scores).gather(-1, order)
+    taken = ordered.cumsum(-1) <= token_share * tokens.sum(-1, keepdim=True)
+    share = masses.masked_fill(~valid, float("-inf")).softmax(-1).gather(-1, order)
     return (share * taken).sum(-1).mean()

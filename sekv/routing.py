@@ -147,7 +147,7 @@ class Router(nn.Module):
             return self.span_mass(token_logits(routed, summary), summary)
         log_length = summary.lengths.log()[:, None, None]
         assert summary.mean_key is not None
-        score = _dot(routed, summary.mean_key).float()
+        score = dot(routed, summary.mean_key).float()
         if self.config.maps == "tied":
             # undo the attention scale: the published score divides by sqrt(d') instead
             score = score * self.config.head_dim**0.5 / self.key_norm(layer, summary.mean_key) * self._tied_scale
@@ -169,7 +169,7 @@ class Router(nn.Module):
     def _curvature(self, layer: int, routed: Tensor, directions: Tensor) -> Tensor:
         """½ Σ_i (q·v_i)² σ_i²/n [B, Hq, Q, S]: the second-order term of log Σ_t exp(q·k_t)."""
         batch, num_kv_heads, spans, rank, dim = directions.shape
-        along = _dot(routed, directions.reshape(batch, num_kv_heads, spans * rank, dim)).float()
+        along = dot(routed, directions.reshape(batch, num_kv_heads, spans * rank, dim)).float()
         term = 0.5 * along.unflatten(-1, (spans, rank)).square().sum(-1)
         return term * self.log_curvature[layer].exp()[:, None, None]
 
@@ -189,24 +189,32 @@ class Router(nn.Module):
         raw = self.raw_tau[0 if self.config.global_threshold else layer]
         return (raw.sigmoid() if self.config.decision == "probability" else raw.exp())[:, None, None]
 
-    def margin(self, layer: int, scores: Tensor, lengths: Tensor, tokens: Tensor, resident_lse: Tensor) -> Tensor:
-        """How far every span is above its threshold [B, Hq, Q, S]: zoomed where >= 0, -inf for padding spans.
+    def level(self, layer: int, scores: Tensor, tokens: Tensor, resident_lse: Tensor) -> Tensor:
+        """What a token's estimated logit must reach to be zoomed into, [B, Hq, Q, 1] (decision `mass`).
 
         Args:
-            scores: [B, Hq, Q, S] from `scores` (or token logits: a token is a span of length 1).
-            lengths: [B, S] tokens of each span.
+            scores: [B, Hq, Q, S] from `scores`, or token logits; they make up the total mass with the resident part.
             tokens: [B] tokens that the query looks back on.
-            resident_lse: [B, Hq, Q] log-sum-exp of the exactly kept entries; used by `mass`.
+            resident_lse: [B, Hq, Q] log-sum-exp of the exactly kept entries.
+        """
+        total = torch.logaddexp(torch.logsumexp(scores, dim=-1), resident_lse)
+        return (total + self.tau(layer)[..., 0].log() - tokens.log()[:, None, None]).unsqueeze(-1)
 
-        Returns:
-            `probability`: sigmoid(score) - tau. `mass`: log(share of the attention mass per token * tokens) - log tau.
+    def margin(
+        self, layer: int, scores: Tensor, lengths: Tensor | None, tokens: Tensor, resident_lse: Tensor
+    ) -> Tensor:
+        """How far every span is above its threshold [B, Hq, Q, S]: zoomed where >= 0, -inf for padding spans.
+
+        `probability`: sigmoid(score) - tau. `mass`: log(share of the attention mass per token * tokens) - log tau.
+
+        Args:
+            lengths: [B, S] tokens of each span; None when every unit is one token.
+            scores, tokens, resident_lse: see `level`.
         """
         if self.config.decision == "probability":
-            hidden = (lengths == 0)[:, None, None]
-            return (scores.sigmoid() - self.tau(layer)).masked_fill(hidden, float("-inf"))
-        total = torch.logaddexp(torch.logsumexp(scores, dim=-1), resident_lse).unsqueeze(-1)
-        uniform = lengths.clamp_min(1).log()[:, None, None] - tokens.log()[:, None, None, None]
-        return scores - total - uniform - self.tau(layer).log()
+            return (scores.sigmoid() - self.tau(layer)).masked_fill(scores == float("-inf"), float("-inf"))
+        margin = scores - self.level(layer, scores, tokens, resident_lse)
+        return margin if lengths is None else margin - lengths.clamp_min(1).log()[:, None, None]
 
     def zoom(self, margin: Tensor) -> Tensor:
         """Straight-through zoom decisions z [B, Hq, Q, S]: exactly 0 or 1 forward, the relaxed gradient backward."""
@@ -226,20 +234,15 @@ def straight_through(margin: Tensor) -> Tensor:
 def token_logits(routed: Tensor, summary: Summary) -> Tensor:
     """Estimated attention logits [B, Hq, Q, N] of every token from its sketch, in fp32; -inf for padding tokens."""
     assert summary.coordinates is not None and summary.basis is not None and summary.centre is not None
-    on_basis = _map_query(routed, summary.basis)
-    logits = _dot(on_basis, summary.coordinates).float()
-    logits = logits + _dot(routed, summary.centre.unsqueeze(2)).float()
+    on_basis = dot(routed, summary.basis)
+    logits = dot(on_basis, summary.coordinates).float()
+    logits = logits + dot(routed, summary.centre.unsqueeze(2)).float()
     assert summary.span_of_token is not None
     return logits.masked_fill((summary.span_of_token == summary.lengths.shape[1])[:, None, None], float("-inf"))
 
 
-def _dot(query: Tensor, keys: Tensor) -> Tensor:
+def dot(query: Tensor, keys: Tensor) -> Tensor:
     """[B, Hq, Q, x] · [B, Hkv, n, x] -> [B, Hq, Q, n]; each key is read once per KV head."""
     batch, num_heads, num_queries, width = query.shape
     grouped = query.reshape(batch, keys.shape[1], -1, width)
     return (grouped @ keys.to(query.dtype).mT).view(batch, num_heads, num_queries, -1)
-
-
-def _map_query(query: Tensor, basis: Tensor) -> Tensor:
-    """Coordinates [B, Hq, Q, m] of queries [B, Hq, Q, d] on per-KV-head rows [B, Hkv, m, d]."""
-    return _dot(query, basis)

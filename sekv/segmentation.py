@@ -30,8 +30,8 @@ class SegmentOptions:
     """How a row is cut.
 
     Attributes:
-        mode: `budget` (thresholds solved so that spans and anchors meet their shares), `paper` (mean + alpha · std, short
-            spans kept in full), `fixed` (blocks of `span_tokens`, no surprisal).
+        mode: `budget` (thresholds solved so that spans and anchors meet their shares), `paper` (mean + alpha · std,
+            short spans kept in full), `fixed` (blocks of `span_tokens`, no surprisal).
         alpha: of `paper`.
         min_span: L_min in tokens. `paper`: shorter spans stay in full resolution; `budget`: they join a neighbour.
         max_span: L_max in tokens (`budget`): longer spans are split evenly.

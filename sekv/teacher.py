@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from kvcore.attention import attach, prefill
 from kvcore.budget import Budget, ModelSpec
 from kvcore.cache import CacheLayer, CompressedCache, LayerPrompt
+from sekv.training_memory import ContextMemory
 
 # Queries whose logits over the whole context exist at once.
 QUERY_BLOCK = 64
@@ -47,6 +48,7 @@ class Capture:
         layers: one capture per layer.
         hidden: [B, N, D] last hidden states after the final norm.
         far_mass: [B, Q] mean share of attention that falls on the context before the local window.
+        memory: the SeKV cache of the context, as decoding would find it.
     """
 
     input_ids: Tensor
@@ -54,21 +56,27 @@ class Capture:
     layers: list[LayerCapture]
     hidden: Tensor
     far_mass: Tensor
+    memory: ContextMemory
 
 
 class _CaptureLayer(CacheLayer):
     """Keeps what the losses need; never decodes."""
 
-    def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int, context: int, window: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, budget: Budget, layer_idx: int, context: int, window: int, memory: ContextMemory
+    ) -> None:
         super().__init__(spec, budget, layer_idx)
-        self.context, self.window = context, window
+        self.context, self.window, self.memory = context, window, memory
         self.query: list[Tensor] = []
         self.far_mass: list[Tensor] = []
         self.captured: LayerCapture | None = None
 
     def observe(self, query: Tensor, keys: Tensor, padding: list[int], scale: float) -> None:
         first = keys.shape[2] - query.shape[2]
-        new = query[:, :, max(self.context - first, 0) :]
+        before = max(min(self.context - first, query.shape[2]), 0)
+        if before:
+            self.memory.observe(self.layer_idx, query[:, :, :before], keys[:, :, : first + before], scale)
+        new = query[:, :, before:]
         if new.shape[2] == 0:
             return
         self.query.append(new * scale)
@@ -80,6 +88,8 @@ class _CaptureLayer(CacheLayer):
         ]
 
     def build(self, prompt: LayerPrompt) -> None:
+        keys, values = prompt.keys[:, :, : self.context], prompt.values[:, :, : self.context]
+        self.memory.build(self.layer_idx, keys, values, prompt.scale)
         self.captured = LayerCapture(torch.cat(self.query, dim=2), prompt.keys, prompt.values, prompt.scale)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tokens: int) -> Tensor:
@@ -119,7 +129,11 @@ def _far_share(query: Tensor, keys: Tensor, position: int, far: int) -> Tensor:
 
 @torch.no_grad()
 def capture(
-    model: PreTrainedModel, input_ids: Tensor, context: int, window: int, chunk_size: int | None = None
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    context: int,
+    memory: ContextMemory,
+    chunk_size: int | None = None,
 ) -> Capture:
     """One exact pass over samples without padding; no T x T or Q x T matrix exists.
 
@@ -127,7 +141,7 @@ def capture(
         model: the frozen causal LM.
         input_ids: [B, N].
         context: T, tokens the memory may be built from; the N - T tokens after it are the queries.
-        window: local window in tokens, for query mining.
+        memory: an empty SeKV cache to lead through the context.
         chunk_size: tokens per forward; None reads the sample in one.
 
     Raises:
@@ -138,8 +152,10 @@ def capture(
         raise ValueError(f"a sample needs tokens before and after its context; received context={context} of {total}")
     spec, budget = attach(model), Budget(1.0)
 
+    window = memory.method.window
+
     def layers() -> list[CacheLayer]:
-        return [_CaptureLayer(spec, budget, index, context, window) for index in range(spec.num_layers)]
+        return [_CaptureLayer(spec, budget, index, context, window, memory) for index in range(spec.num_layers)]
 
     cache = _CaptureCache(spec, budget, layers, "teacher")
     cache.hidden = []
@@ -147,7 +163,9 @@ def capture(
     captured = [layer for layer in cache.layers if isinstance(layer, _CaptureLayer)]
     far = torch.stack([torch.cat(layer.far_mass, dim=1) for layer in captured]).mean(dim=0)
     states = [layer.captured for layer in captured if layer.captured is not None]
-    return Capture(input_ids, context, states, torch.cat(cache.hidden, dim=1), far)
+    hidden = torch.cat(cache.hidden, dim=1)
+    memory.finish(input_ids[:, :context], hidden[:, :context])
+    return Capture(input_ids, context, states, hidden, far, memory)
 
 
 def mine_queries(far_mass: Tensor, share: float) -> Tensor:

@@ -1,0 +1,348 @@
+"""One layer of SeKV: prompt -> map, factor cache and host rows; then decode steps that zoom. arXiv 2606.31145, 3.2-3.3.
+
+Legend: B batch rows, Hq query heads, Hkv KV heads, G = Hq / Hkv, N tokens of the map, S spans, C slots, M fetched
+tokens, Q new tokens, d head dimension. Token i of the map is token i of the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvcore.budget import Budget, ModelSpec
+from kvcore.cache import CacheLayer, LayerPrompt
+from kvcore.state import HostState
+from sekv.attention import Part, mixed_attention
+from sekv.lowrank import check_finite
+from sekv.maps import HIDDEN, Decision, SpanMap, StepView, TokenMap
+from sekv.options import SeKVOptions
+from sekv.plan import Plan, Planner
+from sekv.prompt import PromptBody, PromptObserver, build_map, first_slots
+from sekv.routing import Router, dot
+from sekv.rows import RowCodec, Rows, TokenStore, make_store
+from sekv.segmentation import Kind, Segments
+from sekv.shared import Shared
+from sekv.sketch import Sketch
+from sekv.slots import Slots
+from sekv.summary import span_directions, span_means
+from sekv.window import Window
+
+
+class HostTensors(HostState):
+    """Small tensors that only prefill and window overflow need.
+
+    Attributes:
+        analysis: [B, Hkv, m, d] rows that encode keys for the sketch, or None.
+        warm_scores: [B, Hkv, N] until the prompt is compressed, then None.
+    """
+
+    def __init__(self, analysis: Tensor | None, warm_scores: Tensor | None) -> None:
+        self.analysis, self.warm_scores = analysis, warm_scores
+
+
+class Echo:
+    """The latest step's exact logits over prompt tokens, for coverage measurements (not part of the memory)."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+
+@dataclass
+class Fetched:
+    """Rows fetched in one step: rows [B, Hkv, M, 2 d], their tokens [B, Hkv, M] (N at padding), which are live."""
+
+    rows: Rows
+    token: Tensor
+    live: Tensor
+
+
+class SeKVLayer(CacheLayer):
+    """See `sekv.cache.SeKVCache`, which compresses in two moves: `build` when the layer's prefill ends (keys and values
+    leave for the host), `finish` when the spans are known.
+
+    Args:
+        options, planner, router: the method's options, its budget split, and routing.
+        shared: what the layers share.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        budget: Budget,
+        layer_idx: int,
+        options: SeKVOptions,
+        planner: Planner,
+        router: Router,
+        shared: Shared,
+    ) -> None:
+        super().__init__(spec, budget, layer_idx)
+        self.options, self.planner, self.router, self.shared = options, planner, router, shared
+        self.observer: PromptObserver | None = PromptObserver(options.warm_queries)
+        self.window: Window | None = None
+        self.codec: RowCodec | None = None
+        self.store: TokenStore | None = None
+        self.sketch: Sketch | None = None
+        self.map: TokenMap | SpanMap | None = None
+        self.slots: Slots | None = None
+        self.host: HostTensors | None = None
+        self.plans: list[Plan] = []
+        self.pinned: list[int] = []
+        self.prompt_lengths: list[int] = []
+        self.step = self.blocks = 0
+        self.echo = Echo()
+
+    # --- prefill
+    def observe(self, query: Tensor, keys: Tensor, padding: list[int], scale: float) -> None:
+        assert self.observer is not None
+        start = keys.shape[2] - query.shape[2]
+        self.observer.observe(query, keys.shape[1], [max(0, pad - start) for pad in padding], scale)
+
+    def build(self, prompt: LayerPrompt) -> None:
+        """Keys and values leave for the host; the window and the sketch stay."""
+        check_finite(prompt.keys, f"layer {self.layer_idx}, keys")
+        check_finite(prompt.values, f"layer {self.layer_idx}, values")
+        self.prompt_lengths = [prompt.keys.shape[2] - pad for pad in prompt.padding]
+        sizes = [self.planner.window(length) for length in self.prompt_lengths]
+        windows = [min(size, length) for (size, _), length in zip(sizes, self.prompt_lengths, strict=True)]
+        body = PromptBody.of(prompt, windows)
+        self.window = Window(*PromptBody.window(prompt, windows), block=max(block for _, block in sizes))
+        self.codec = RowCodec(body.keys, self.options.row_bits)
+        self.store = make_store(self.codec.encode(body.keys, body.values), self.options.offload, self.options.pin)
+        observer, self.observer = self.observer, None
+        assert observer is not None and observer.newest is not None
+        analysis = None
+        if self.options.summary == "sketch":
+            moment = observer.moment if self.options.query_aware else None
+            self.sketch, analysis = Sketch.fit(
+                body.keys, body.visible, moment, self.options.sketch_dims, self.options.sketch_bits
+            )
+            analysis = analysis.cpu()
+        self.host = HostTensors(analysis, body.warm_scores(observer.newest).cpu())
+
+    def finish(self, segments: list[Segments], plans: list[Plan], surprisal: Tensor | None) -> None:
+        """The spans are known (`shared.spans` is filled): build the map and fill the first slots.
+
+        Args:
+            segments, plans: of each row.
+            surprisal: [B, N] for weighted means, or None.
+        """
+        assert self.store is not None and self.codec is not None and self.host is not None
+        assert self.shared.spans is not None and self.host.warm_scores is not None and self.window is not None
+        device = self.window.keys.device
+        self.plans = plans
+        self.pinned = [int(segment.where(Kind.SINK, Kind.ANCHOR).numel()) for segment in segments]
+        spans, tokens = self.shared.spans.lengths.shape[1], self.store.used
+        if any(plan.mapped for plan in plans):
+            index = self.shared.spans.padded(tokens, spans)[:, :-1]
+            keys, values = self.codec.decode(self.store.all_rows(device))
+            dtype = self.options.coarse_dtype(self.spec)
+            self.map = build_map(self.options, keys, values, index, spans, surprisal, self.sketch, dtype)
+        self.sketch = None  # the map owns it
+        token, rank = first_slots(self.host.warm_scores.to(device), segments, plans)
+        self.host.warm_scores = None
+        self.slots = Slots(self._rows_at(token.clamp_min(0)), token, rank)
+        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), max(plan.buffer for plan in plans))
+
+    def _rows_at(self, token: Tensor) -> Rows:
+        """Rows [B, Hkv, n, 2 d] of the tokens [B, Hkv, n]."""
+        assert self.store is not None
+        batch, num_kv_heads, count = token.shape
+        head = torch.arange(batch * num_kv_heads, device=token.device).repeat_interleave(count)
+        rows = self.store.fetch(head, token.flatten(), token.device)
+        return rows.map(lambda t: t.unflatten(0, (batch, num_kv_heads, count)))
+
+    # --- decode
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tokens: int) -> Tensor:
+        self.fetched_bytes, attended, outputs = 0, 0.0, []
+        for index in range(key.shape[2]):  # several tokens are as many steps; plain decoding has one
+            one = slice(index, index + 1)
+            outputs.append(self._attend_one(query[:, :, one] * scale, key[:, :, one], value[:, :, one]))
+            attended += self._attended
+        self.attended = attended / key.shape[2]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def _attend_one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """One token [B, H, 1, d] (query scaled): window and slots exactly, the rest as the map decides."""
+        assert self.window is not None and self.slots is not None and self.codec is not None
+        if self.window.is_full:
+            self._spill()
+        self.window.push(key, value)
+        self.step += 1
+        recent_keys, recent_values, hidden = self.window.view()
+        recent = Part(_masked(dot(query, recent_keys).float(), hidden), recent_values)
+        keys, values = self.slots.decode(self.codec)
+        exact = Part(_masked(dot(query, keys).float(), self._over_heads(self.slots.hidden())), values)
+        parts = [recent, exact] if self.slots.count else [recent]
+        self._attended = self.window.mean_tokens()
+        slot_visible, fetched = None, None
+        if self.map is not None:
+            decision = self.map.decide(self._view(query, recent, exact))
+            fetched = self._fetch(decision)
+            slot_visible = decision.slot_visible
+            if slot_visible is not None:
+                exact.logits = exact.logits.masked_fill(~slot_visible, HIDDEN)
+            parts += self._zoomed_parts(query, decision, fetched)
+            self._after(decision, fetched)
+        self._count_slots(slot_visible)
+        self._listen(recent, exact, fetched, parts)
+        return mixed_attention(parts)
+
+    def _view(self, query: Tensor, recent: Part, exact: Part) -> StepView:
+        assert self.map is not None and self.slots is not None and self.shared.spans is not None
+        assert self.store is not None
+        spans = self.map.coarse_values.shape[2]
+        shared = self.shared.spans
+        return StepView(
+            router=self.router,
+            layer=self.layer_idx,
+            query=query,
+            span_of_token=shared.padded(self.store.used, spans),
+            lengths=shared.lengths[:, :spans],
+            tokens=shared.tokens + self.step,
+            slot_token=self.slots.token_index(self.store.used),
+            slot_logits=exact.logits,
+            recent_lse=torch.logsumexp(recent.logits, dim=-1),
+            room=torch.tensor([plan.buffer for plan in self.plans], device=query.device),
+            use_coarse=self.options.coarse,
+        )
+
+    def _fetch(self, decision: Decision) -> Fetched | None:
+        """Move the wanted tokens, the most wanted first where they do not all fit, into the expansion buffer."""
+        assert self.store is not None
+        want = decision.want
+        wanted = want >= 0
+        counts = wanted.sum(-1)
+        width = int(counts.max()) if want.shape[-1] else 0
+        if width == 0:
+            return None
+        room = torch.tensor([plan.buffer for plan in self.plans], device=want.device)
+        if bool((counts > room[:, None]).any()):
+            width = min(width, int(room.max()))
+            best, token = want.topk(width, dim=-1)
+            live = (best >= 0) & (torch.arange(width, device=want.device) < room[:, None, None])
+            head, rank = live.flatten(0, 1).nonzero(as_tuple=True)
+            moved = token.flatten(0, 1)[head, rank]
+        else:
+            head, moved = wanted.flatten(0, 1).nonzero(as_tuple=True)
+            first = counts.flatten().cumsum(0) - counts.flatten()
+            rank = torch.arange(head.shape[0], device=want.device) - first[head]
+            live = torch.arange(width, device=want.device) < counts.unsqueeze(-1)
+        rows = self.store.fetch(head, moved, want.device)
+        self.fetched_bytes += rows.nbytes if self.options.offload else 0
+        token = torch.full((*want.shape[:2], width), self.store.used, device=want.device)
+        token.flatten(0, 1)[head, rank] = moved
+        return Fetched(self.shared.buffer.place(rows, head, rank, width), token, live)
+
+    def _zoomed_parts(self, query: Tensor, decision: Decision, fetched: Fetched | None) -> list[Part]:
+        """The fetched tokens and the coarse entries of the rest."""
+        assert self.codec is not None
+        tail = decision.tail(None if fetched is None else fetched.token)
+        parts = [] if tail is None else [tail]
+        if tail is not None:
+            self._attended += float((self.shared.spans.lengths > 0).sum(1).float().mean())  # type: ignore[union-attr]
+        if fetched is not None:
+            keys, values = self.codec.decode(fetched.rows)
+            shown = self._over_heads(fetched.live.unsqueeze(2))
+            visible = decision.fetched_visible(fetched.token)
+            shown = shown if visible is None else shown & visible
+            parts.append(Part(dot(query, keys).float().masked_fill(~shown, HIDDEN), values))
+            self._attended += float(fetched.live.sum(-1).float().mean())
+        return parts
+
+    def _after(self, decision: Decision, fetched: Fetched | None) -> None:
+        """Keep what was fetched, remember what was used, record what happened."""
+        assert self.slots is not None
+        used = decision.slot_used & self.slots.rank.isfinite()
+        self.slots.touch(used, self.step)
+        moved = 0
+        if fetched is not None:
+            moved = int(fetched.live.sum())
+            if self.options.factor_cache:
+                self.slots.put(fetched.rows, fetched.token, fetched.live, self.step)
+        statistics, row = self.shared.statistics, self.planner.row_bytes
+        statistics.record(self.layer_idx, decision.zoomed, decision.want.shape[-1])
+        statistics.record_traffic((int(used.sum()) + moved) * row, moved * row)
+
+    def _count_slots(self, visible: Tensor | None) -> None:
+        """Add the attended slots per row and KV head."""
+        assert self.slots is not None
+        if visible is None and not self.slots.holes:
+            self._attended += self.slots.count
+            return
+        seen = self.slots.token >= 0
+        if visible is not None:
+            seen = seen & visible.squeeze(2).unflatten(1, (seen.shape[1], -1)).any(2)
+        self._attended += float(seen.sum(-1).float().mean())
+
+    def _over_heads(self, mask: Tensor | None) -> Tensor | None:
+        """[B, Hkv, 1, n] -> [B, Hq, 1, n]."""
+        return None if mask is None else mask.repeat_interleave(self.spec.group_size, dim=1)
+
+    # --- growth
+    def _spill(self) -> None:
+        """The window is full: its oldest block becomes a span, on the host and in the map, and enters the slots."""
+        assert self.window is not None and self.store is not None and self.codec is not None
+        assert self.shared.spans is not None and self.slots is not None and self.host is not None
+        keys, values, live = self.window.pop_block()
+        first = self.store.used
+        rows = self.codec.encode(keys, values)
+        self.store.append(rows)
+        mapped = torch.tensor([plan.mapped for plan in self.plans], device=live.device)
+        self.blocks += 1
+        if self.shared.blocks < self.blocks:  # the first layer that spills extends the shared spans for all
+            self.shared.spans.extend(live & mapped[:, None])
+            self.shared.blocks = self.blocks
+        if self.map is not None:
+            span = torch.where(live, 0, 1)
+            means = span_means(values, span, 1)
+            if isinstance(self.map, TokenMap):
+                assert self.host.analysis is not None
+                self.map.append(keys, self.host.analysis, means)
+            else:
+                mean_key = span_means(keys, span, 1)
+                rank = 0 if self.map.directions is None else self.map.directions.shape[3]
+                self.map.append(mean_key, span_directions(keys, span, mean_key, rank) if rank else None, means)
+        self._grow()
+        token = torch.arange(first, first + keys.shape[2], device=live.device).expand(*keys.shape[:2], -1)
+        if self.options.factor_cache:
+            self.slots.put(rows, token, live[:, None].expand(token.shape), self.step)
+
+    def _grow(self) -> None:
+        """Slots and buffer follow the budget of the longer rows."""
+        assert self.slots is not None and self.window is not None and self.shared.spans is not None
+        plans = []
+        for row, plan in enumerate(self.plans):
+            tokens = self.prompt_lengths[row] + self.step
+            spans = int((self.shared.spans.lengths[row] > 0).sum())
+            pinned = self.pinned[row]
+            new = self.planner.plan(tokens, plan.window, self.window.block, pinned, spans)
+            slots = max(new.slots, plan.slots) if new.mapped == plan.mapped else plan.slots
+            plans.append(replace(plan, slots=slots, buffer=max(new.buffer, plan.buffer) if plan.mapped else 0))
+        self.plans = plans
+        self.slots.grow([plan.slots for plan in plans])
+        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), max(plan.buffer for plan in plans))
+
+    # --- measurement
+    def cache_bytes(self) -> int:
+        """Device bytes of the slots."""
+        return 0 if self.slots is None else sum(t.nbytes for t in self.slots.tensors())
+
+    def _listen(self, recent: Part, exact: Part, fetched: Fetched | None, parts: list[Part]) -> None:
+        """Remember the exact logits over prompt tokens."""
+        assert self.slots is not None
+        prompt = min(self.prompt_lengths)
+        kept = [recent.logits[..., : max(0, recent.logits.shape[-1] - self.step)]]
+        late = self._over_heads((self.slots.token >= prompt).unsqueeze(2))
+        kept.append(_masked(exact.logits, late))
+        if fetched is not None:
+            kept.append(_masked(parts[-1].logits, self._over_heads((fetched.token >= prompt).unsqueeze(2))))
+        self.echo.logits = kept
+
+    def attended_lse(self, query: Tensor, scale: float) -> Tensor | None:
+        return torch.logsumexp(torch.cat(self.echo.logits, dim=-1), dim=-1) if self.echo.logits else None
+
+
+def _masked(logits: Tensor, hidden: Tensor | None) -> Tensor:
+    return logits if hidden is None else logits.masked_fill(hidden, HIDDEN)

@@ -1,0 +1,80 @@
+"""SeKV as a method: options in, caches out.
+
+cache = SeKV().new_cache(model, budget=0.1)
+cache = SeKV.from_pretrained("router.safetensors").new_cache(model, budget=0.1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kvcore.budget import Budget, ModelSpec
+from kvcore.cache import CacheLayer
+from kvcore.exact import ExactLayer
+from kvcore.method import Method, register
+from sekv.cache import SeKVCache
+from sekv.checkpoint import find_router, load_router, read_config, router_config
+from sekv.layer import SeKVLayer
+from sekv.options import SeKVOptions
+from sekv.plan import Planner
+from sekv.routing import Router
+from sekv.shared import Shared
+
+FORM_FIELDS = ("summary", "maps", "decision", "map_rank", "directions", "global_threshold", "gates")
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class SeKV(SeKVOptions, Method):
+    __doc__ = SeKVOptions.__doc__
+
+    name: ClassVar[str] = "sekv"
+    cache_class: ClassVar[type[SeKVCache]] = SeKVCache
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: object) -> SeKV:
+        """The method with the form and the trained parameters of a checkpoint; `options` override the rest.
+
+        Raises:
+            FileNotFoundError, ValueError: see `checkpoint.load_router`.
+        """
+        config = read_config(path)
+        form = {field: getattr(config, field) for field in FORM_FIELDS}
+        return cls(**{**form, "checkpoint": str(path), **options})  # type: ignore[arg-type]
+
+    def router(self, spec: ModelSpec) -> Router:
+        """The router that `checkpoint` asks for.
+
+        Raises:
+            FileNotFoundError: no such checkpoint.
+            ValueError: a checkpoint of another backbone, shape or form.
+        """
+        wanted = router_config(spec, **self.router_form())
+        if self.checkpoint == "none":
+            return Router(wanted).requires_grad_(False).eval()
+        path = find_router(wanted, spec) if self.checkpoint == "auto" else Path(self.checkpoint)
+        if path is None:
+            return Router(wanted).requires_grad_(False).eval()
+        router = load_router(path, spec)
+        wrong = [f for f in FORM_FIELDS if getattr(router.config, f) != getattr(wanted, f)]
+        if wrong:
+            found = {f: getattr(router.config, f) for f in wrong}
+            raise ValueError(
+                f"SeKV checkpoint {path} was trained for {found}; the options ask for "
+                f"{ {f: getattr(wanted, f) for f in wrong} }. Use SeKV.from_pretrained, or set these options alike"
+            )
+        return router
+
+    def make_layers(self, spec: ModelSpec, budget: Budget) -> list[CacheLayer]:
+        if budget.is_full:
+            return [ExactLayer(spec, budget, index) for index in range(spec.num_layers)]
+        shared, planner = Shared(spec.num_layers, spec.num_heads), Planner(spec, budget, self)
+        router = self.router(spec).to(spec.device)
+        return [SeKVLayer(spec, budget, index, self, planner, router, shared) for index in range(spec.num_layers)]
+
+    def validate(self, spec: ModelSpec, budget: Budget) -> None:
+        super().validate(spec, budget)
+        if not budget.is_full:
+            self.router(spec)

@@ -1,0 +1,128 @@
+"""How a row's device bytes are split between window, map, pinned tokens, factor cache and expansion buffer.
+
+Legend: n tokens of a row, S spans, C slots, e bytes of one full-resolution entry (key and value).
+All byte counts are per layer and KV head unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
+from sekv.rows import RowCodec
+from sekv.sketch import sketch_bytes
+from sekv.slots import Slots
+
+if TYPE_CHECKING:
+    from sekv.options import SeKVOptions
+
+MAP_INDEX_BYTES = 4  # a token's span number; one for all layers and heads
+WINDOW_SHARE = 0.25  # of the budget's entries, at most, for window and spill block together
+FETCH_SHARE = 0.4  # scope `layer`: part of what the persistent entries leave over that is fetched afresh
+MIN_SLOTS = 4  # beside the pinned tokens: with fewer, a map costs more than it finds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The split of one row, in tokens per layer and KV head.
+
+    Attributes:
+        window: newest tokens kept exactly.
+        block: tokens that leave the window at a time.
+        mapped: whether the row has a map to zoom with; too short rows keep slots only.
+        slots: C, pinned tokens included.
+        buffer: most tokens fetched in one step.
+    """
+
+    window: int
+    block: int
+    mapped: bool
+    slots: int
+    buffer: int
+
+
+class Planner:
+    """Splits the budget of a row.
+
+    Args:
+        spec, budget: the model's shape and the byte budget.
+        options: the method's options.
+    """
+
+    def __init__(self, spec: ModelSpec, budget: Budget, options: SeKVOptions) -> None:
+        self.spec, self.budget, self.options = spec, budget, options
+        itemsize = spec.dtype.itemsize
+        self.row_bytes = RowCodec.row_bytes(spec.head_dim, itemsize, options.row_bits)
+        self.slot_bytes = Slots.slot_bytes(self.row_bytes)
+        self.strict = budget.scope == "layer"
+
+    def window(self, tokens: int) -> tuple[int, int]:
+        """Window and spill block of a row of `tokens` prompt tokens."""
+        entries = self.budget.entries(tokens)
+        block = max(1, min(self.options.window_block, int(entries * WINDOW_SHARE) // 3))
+        return max(1, min(self.options.window, int(entries * WINDOW_SHARE) - block)), block
+
+    def coarse_bytes(self) -> int:
+        """Bytes of one span's coarse entry."""
+        dim, size = self.spec.head_dim, self.options.coarse_dtype(self.spec).itemsize
+        if self.options.summary == "sketch":
+            return dim * size
+        directions = self.options.directions if self.options.summary == "second_order" else 0
+        return (2 + directions) * dim * size
+
+    def map_bytes(self, mapped_tokens: int, spans: int) -> float:
+        """Bytes of the map."""
+        total = float(spans * self.coarse_bytes())
+        if self.options.summary == "sketch":
+            options = self.options
+            dims = min(options.sketch_dims, self.spec.head_dim)
+            total += sketch_bytes(dims, options.sketch_bits, mapped_tokens, self.spec.head_dim)
+        if self.options.row_bits:
+            total += 4 * self.spec.head_dim
+        shared = (mapped_tokens * MAP_INDEX_BYTES + 4 * spans) / (self.spec.num_layers * self.spec.num_kv_heads)
+        return total + shared
+
+    def plan(self, tokens: int, window: int, block: int, pinned: int, spans: int) -> Plan:
+        """The split of a row.
+
+        Args:
+            tokens: tokens so far.
+            window, block: from `window`, of the prompt.
+            pinned: sinks and anchors.
+            spans: S.
+        """
+        entry = self.spec.entry_bytes
+        allowed = self.budget.share(tokens) * tokens * entry - (window + block) * entry
+        mapped = max(tokens - window, 0)
+        left = allowed - self.map_bytes(mapped, spans)
+        buffer = min(math.floor(self.options.max_zoom * tokens), mapped)
+        if self.strict:
+            # every layer counts its own buffer, and a row counts as a full entry however it is stored
+            left -= spans * max(entry - self.coarse_bytes(), 0)
+            slot_cost = float(max(self.slot_bytes, entry))
+            buffer = min(buffer, max(0, math.floor((left / slot_cost - pinned) * FETCH_SHARE)))
+            left -= buffer * slot_cost
+        else:
+            slot_cost = float(self.slot_bytes)
+            buffer = max(0, min(buffer, math.floor(left * self.spec.num_layers / (2 * self.row_bytes))))
+            left -= buffer * self.row_bytes / self.spec.num_layers
+        slots = math.floor(left / slot_cost) if self.options.factor_cache else pinned
+        if mapped > 0 and buffer > 0 and left >= (pinned + MIN_SLOTS * self.options.factor_cache) * slot_cost:
+            return Plan(window, block, True, min(slots, mapped), buffer)
+        bare = math.floor((allowed - 4 * self.spec.head_dim * bool(self.options.row_bits)) / slot_cost)
+        return Plan(window, block, False, max(0, min(bare, mapped)), 0)
+
+    def refuse_resident(self, tokens: int, pinned: int, window: int, block: int, spans: int) -> None:
+        """Refuse a budget below what the segmentation keeps resident (`segmentation=paper`).
+
+        Raises:
+            UnreachableBudgetError: naming the smallest budget it can reach.
+        """
+        entry = self.spec.entry_bytes
+        needed = (window + block) * entry + self.map_bytes(tokens - window, spans) + pinned * self.slot_bytes
+        smallest = math.ceil(1000 * needed / (tokens * entry)) / 1000 + 0.005
+        raise UnreachableBudgetError(
+            "sekv", self.budget.value, min(smallest, 1.0), "raise alpha or min_span, or use segmentation=budget"
+        )

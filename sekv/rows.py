@@ -1,0 +1,148 @@
+"""Token rows (key and value side by side) as they are kept on the host, moved, and cached on the device.
+
+Legend: B batch rows, Hkv KV heads, N tokens, n moved tokens, d head dimension, r kept rank, S spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcore.state import BatchedState, HostState
+
+ROW_BITS = (0, 8)
+KEY_HEADROOM = 1.25  # later keys may exceed the prompt's range by this much before they are clipped
+SCALE_BYTES = 2
+
+
+@dataclass
+class Rows:
+    """Some rows in storage form.
+
+    Attributes:
+        data: [..., 2 d], key then value: int8 codes, or the model's dtype.
+        scale: [..., 1] of the value codes (fp16); None when the rows are exact.
+    """
+
+    data: Tensor
+    scale: Tensor | None
+
+    def map(self, fn: object) -> Rows:
+        """`fn` applied to both tensors."""
+        return Rows(fn(self.data), None if self.scale is None else fn(self.scale))  # type: ignore[operator]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+
+class RowCodec(BatchedState):
+    """8-bit rows: keys with one step per channel, values with one per token; or exact rows.
+
+    Attributes:
+        key_step: [B, Hkv, d] fp32; None when rows are exact.
+    """
+
+    def __init__(self, keys: Tensor, bits: int) -> None:
+        """Fit the key steps to the prompt's keys [B, Hkv, N, d]; bits 0 means exact rows."""
+        self.dtype = keys.dtype
+        self.key_step: Tensor | None = None
+        if bits:
+            top = keys.float().abs().amax(dim=2) if keys.shape[2] else keys.new_ones(keys.shape[0], keys.shape[1], 1)
+            self.key_step = (top * KEY_HEADROOM / 127).clamp_min(1e-8)
+
+    def encode(self, keys: Tensor, values: Tensor) -> Rows:
+        """Rows [B, Hkv, n, 2 d] of keys and values [B, Hkv, n, d]."""
+        if self.key_step is None:
+            return Rows(torch.cat([keys, values], dim=-1), None)
+        key_codes = keys.float() / self.key_step.unsqueeze(2)
+        scale = (values.float().abs().amax(dim=-1, keepdim=True) / 127).clamp_min(1e-6).to(torch.float16)
+        data = torch.cat([key_codes, values.float() / scale.float()], dim=-1)
+        return Rows(data.round_().clamp_(-127, 127).to(torch.int8), scale)
+
+    def decode(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, n, d] in the model's dtype."""
+        keys, values = rows.data.chunk(2, dim=-1)
+        if self.key_step is None or rows.scale is None:
+            return keys, values
+        return (
+            keys.to(self.dtype) * self.key_step.unsqueeze(2).to(self.dtype),
+            values.to(self.dtype) * rows.scale.to(self.dtype),
+        )
+
+    @staticmethod
+    def row_bytes(head_dim: int, itemsize: int, bits: int) -> int:
+        """Bytes of one row."""
+        return 2 * head_dim * itemsize if bits == 0 else 2 * head_dim + SCALE_BYTES
+
+
+class TokenStore(BatchedState):
+    """Every token's row [B, Hkv, N, 2 d].
+
+    Attributes:
+        rows: the rows; pinned when they live in host memory of a machine with a GPU.
+    """
+
+    def __init__(self, rows: Rows, pin: bool) -> None:
+        self.pin = pin
+        self.data, self.scale = self._placed(rows.data), None if rows.scale is None else self._placed(rows.scale)
+        self.used = rows.data.shape[2]
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.contiguous()
+
+    def append(self, rows: Rows) -> None:
+        """Add n tokens; room is made in larger steps, so that growing does not copy the store every time."""
+        count = rows.data.shape[2]
+        missing = self.used + count - self.data.shape[2]
+        if missing > 0:
+            room = max(missing, self.data.shape[2] // 8)
+            self.data = self._placed(_widened(self.data, room))
+            self.scale = None if self.scale is None else self._placed(_widened(self.scale, room))
+        stop = self.used + count
+        self.data[:, :, self.used : stop] = rows.data.to(self.data.device)
+        if self.scale is not None and rows.scale is not None:
+            self.scale[:, :, self.used : stop] = rows.scale.to(self.scale.device)
+        self.used = stop
+
+    def all_rows(self, device: torch.device) -> Rows:
+        """Every row [B, Hkv, N, 2 d] on `device`."""
+        data = self.data[:, :, : self.used].to(device)
+        return Rows(data, None if self.scale is None else self.scale[:, :, : self.used].to(device))
+
+    def fetch(self, head: Tensor, token: Tensor, device: torch.device) -> Rows:
+        """Rows [n, 2 d] on `device` of n tokens.
+
+        Args:
+            head: [n] flat index b * Hkv + h.
+            token: [n].
+        """
+        width = self.data.shape[2]
+        index = (head * width + token).to(self.data.device)
+
+        def move(tensor: Tensor) -> Tensor:
+            chosen = tensor.flatten(0, 2).index_select(0, index)
+            if self.pin and device.type == "cuda":
+                chosen = chosen.pin_memory()
+            return chosen.to(device, non_blocking=self.pin)
+
+        return Rows(move(self.data), None if self.scale is None else move(self.scale))
+
+
+class HostTokenStore(TokenStore, HostState):
+    """A token store in host memory: pinned on a machine with a GPU, so that copies run beside the computation."""
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        moved = tensor.to("cpu").contiguous()
+        return moved.pin_memory() if self.pin and torch.cuda.is_available() else moved
+
+
+def _widened(tensor: Tensor, room: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:2], room, tensor.shape[3])], dim=2)
+
+
+def make_store(rows: Rows, offload: bool, pin: bool) -> TokenStore:
+    """The store of one layer; without offload it stays on the device (and counts there)."""
+    return HostTokenStore(rows, pin) if offload else TokenStore(rows, False)

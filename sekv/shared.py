@@ -1,0 +1,87 @@
+"""What the layers of one cache share: the spans of every row, the expansion buffer and the zoom statistics.
+
+Legend: B batch rows, Hkv KV heads, S spans, N tokens of the map, n new tokens, E buffer rows, d head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcore.state import BatchedState
+from sekv.rows import Rows
+from sekv.statistics import ZoomStatistics
+
+NO_SPAN = -1
+
+
+class SharedSpans(BatchedState):
+    """The spans, once for all layers and heads.
+
+    Attributes:
+        span_of_token: int32 [B, N], -1 for tokens of no span (pinned tokens, padding).
+        lengths: fp32 [B, S] tokens of each span, 0 for padding spans.
+        tokens: fp32 [B], tokens of each row so far.
+    """
+
+    def __init__(self, span_of_token: Tensor, lengths: Tensor, tokens: Tensor) -> None:
+        self.span_of_token, self.lengths, self.tokens = span_of_token.to(torch.int32), lengths, tokens
+
+    def extend(self, live: Tensor) -> None:
+        """Append one span made of the `live` ones [B, n] of n further tokens."""
+        span = torch.where(live, self.lengths.shape[1], NO_SPAN).to(torch.int32)
+        self.span_of_token = torch.cat([self.span_of_token, span], dim=1)
+        self.lengths = torch.cat([self.lengths, live.sum(1, keepdim=True).to(self.lengths.dtype)], dim=1)
+
+    def padded(self, tokens: int, spans: int) -> Tensor:
+        """int64 [B, tokens + 1]: spans of the first tokens, `spans` for those of no span and in the last column."""
+        index = self.span_of_token[:, :tokens].long()
+        index = index.masked_fill(index < 0, spans)
+        return torch.cat([index, index.new_full((index.shape[0], 1), spans)], dim=1)
+
+
+class ExpansionBuffer(BatchedState):
+    """Fetched rows of the layer at work: overwritten by each layer in turn, so counted once.
+
+    Attributes:
+        data: [B, Hkv, E, 2 d]; scale: [B, Hkv, E, 1] or None.
+    """
+
+    def __init__(self) -> None:
+        self.data: Tensor | None = None
+        self.scale: Tensor | None = None
+
+    def reserve(self, like: Rows, width: int) -> None:
+        """Room for `width` rows per row and KV head, in the form of the stored rows `like` [B, Hkv, ...]."""
+        if self.data is None or self.data.shape[2] < width:
+            self.data = like.data.new_zeros(*like.data.shape[:2], width, like.data.shape[3])
+            self.scale = None if like.scale is None else like.scale.new_zeros(*like.scale.shape[:2], width, 1)
+
+    def place(self, rows: Rows, head: Tensor, rank: Tensor, width: int) -> Rows:
+        """Put n fetched rows [n, 2 d] at (flat head, rank); returns the first `width` columns [B, Hkv, width, 2 d].
+
+        Columns without a fetched row keep old contents: finite numbers that the caller hides.
+        """
+        assert self.data is not None
+        index = head * self.data.shape[2] + rank
+        self.data.flatten(0, 2).index_copy_(0, index, rows.data)
+        if self.scale is not None and rows.scale is not None:
+            self.scale.flatten(0, 2).index_copy_(0, index, rows.scale)
+        return Rows(self.data[:, :, :width], None if self.scale is None else self.scale[:, :, :width])
+
+
+class Shared:
+    """Holds what layers share, out of reach of the walk over each layer's tensors; the cache lists it once.
+
+    Attributes:
+        spans: None before the prompt is compressed.
+        buffer: the expansion buffer.
+        statistics: what was zoomed into.
+        blocks: window blocks that became spans.
+    """
+
+    def __init__(self, num_layers: int, num_heads: int) -> None:
+        self.spans: SharedSpans | None = None
+        self.buffer = ExpansionBuffer()
+        self.blocks = 0
+        self.statistics = ZoomStatistics(num_layers, num_heads)

@@ -1,0 +1,103 @@
+"""Full-resolution tokens on the device: pinned ones (sinks, anchors) and the byte-bounded cache of fetched rows.
+
+Legend: B batch rows, Hkv KV heads, C slots, n rows put in, d head dimension, N tokens of the map.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcore.state import BatchedState
+from sekv.rows import RowCodec, Rows
+
+PINNED = float("inf")
+EMPTY = float("-inf")
+
+
+class Slots(BatchedState):
+    """C slots per KV head. The slot with the lowest rank is given up first.
+
+    Attributes:
+        data, scale: rows in storage form (see `rows.Rows`), [B, Hkv, C, 2 d] and [B, Hkv, C, 1] or None.
+        token: int32 [B, Hkv, C], the token held; -1 when empty.
+        rank: fp32 [B, Hkv, C]: step of the last use; +inf pinned or not available to this row, -inf empty.
+        holes: whether some slot may be empty or not available.
+    """
+
+    def __init__(self, rows: Rows, token: Tensor, rank: Tensor) -> None:
+        self.data, self.scale = rows.data, rows.scale
+        self.token, self.rank = token.to(torch.int32), rank
+        self.holes = bool((self.token < 0).any())
+
+    @property
+    def count(self) -> int:
+        """C."""
+        return self.token.shape[2]
+
+    def decode(self, codec: RowCodec) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, C, d]."""
+        return codec.decode(Rows(self.data, self.scale))
+
+    def hidden(self) -> Tensor | None:
+        """[B, Hkv, 1, C] bool, True at slots without a token; None when every slot holds one."""
+        return (self.token < 0).unsqueeze(2) if self.holes else None
+
+    def token_index(self, nowhere: int) -> Tensor:
+        """int64 [B, Hkv, C]: the token of every slot, `nowhere` for empty slots."""
+        index = self.token.long()
+        return index.masked_fill(index < 0, nowhere) if self.holes else index
+
+    def touch(self, used: Tensor, step: int) -> None:
+        """Mark the slots `used` [B, Hkv, C] (bool) as used in this step."""
+        self.rank = torch.where(used & self.rank.isfinite(), float(step), self.rank)
+
+    def put(self, rows: Rows, token: Tensor, live: Tensor, step: int) -> None:
+        """Store fetched rows over the least recently used slots; what finds no slot is dropped.
+
+        Args:
+            rows: data [B, Hkv, n, 2 d], most wanted first.
+            token: [B, Hkv, n].
+            live: [B, Hkv, n] False at padding.
+        """
+        count = min(token.shape[2], self.count)
+        if count == 0:
+            return
+        lowest, slot = self.rank.topk(count, dim=-1, largest=False)
+        live = live[:, :, :count] & (lowest < PINNED)
+        self.rank.scatter_(2, slot, torch.where(live, float(step), lowest))
+        held = self.token.gather(2, slot)
+        self.token.scatter_(2, slot, torch.where(live, token[:, :, :count].to(torch.int32), held))
+        self._write(self.data, rows.data, slot, live)
+        if self.scale is not None and rows.scale is not None:
+            self._write(self.scale, rows.scale, slot, live)
+        if self.holes:
+            self.holes = bool((self.token < 0).any())
+
+    @staticmethod
+    def _write(target: Tensor, source: Tensor, slot: Tensor, live: Tensor) -> None:
+        index = slot.unsqueeze(-1).expand(*slot.shape, target.shape[3])
+        chosen = torch.where(live.unsqueeze(-1), source[:, :, : slot.shape[2]], target.gather(2, index))
+        target.scatter_(2, index, chosen)
+
+    def grow(self, capacity: list[int]) -> None:
+        """Make `capacity[row]` slots available to every row; new ones are empty."""
+        extra = max(capacity) - self.count
+        if extra > 0:
+            self.data = _grown(self.data, extra, 0)
+            self.scale = None if self.scale is None else _grown(self.scale, extra, 0)
+            self.token = _grown(self.token.unsqueeze(-1), extra, -1).squeeze(-1)
+            self.rank = _grown(self.rank.unsqueeze(-1), extra, PINNED).squeeze(-1)
+        limit = torch.tensor(capacity, device=self.rank.device)[:, None, None]
+        opened = (torch.arange(self.count, device=self.rank.device) < limit) & (self.token < 0)
+        self.rank = self.rank.masked_fill(opened, EMPTY)
+        self.holes = bool((self.token < 0).any())
+
+    @staticmethod
+    def slot_bytes(row_bytes: int) -> int:
+        """Bytes of one slot: its row, token number and rank."""
+        return row_bytes + 8
+
+
+def _grown(tensor: Tensor, extra: int, fill: float) -> Tensor:
+    return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], extra, tensor.shape[3]), fill)], dim=2)
