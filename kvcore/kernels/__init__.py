@@ -1,19 +1,42 @@
-"""Shared attention kernels: one public function each, the path chosen here and nowhere else.
+"""Shared attention kernels: one public function each, the path chosen in `dispatch.py` and nowhere else.
 
-`reference.py` is the specification (plain fp32), `torch_path.py` the vectorised path for CPUs.
+reference.py, reference_compressed.py    the specification: plain fp32 torch, same signatures
+torch_path.py, torch_compressed.py       the vectorised path, for CPUs and for anything Triton does not cover
+unpacking.py                             bit planes into numbers, a tile at a time
+operands.py                              shared coefficients, bands
+triton/                                  one Triton kernel per file
+ops.py                                   the Triton kernels as torch custom operators
+backend.py                               which path is on, and why
+
 Legend: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, Q query tokens, N entries, d head dimension.
 """
 
-from kvcore.kernels.torch_path import attend_parts, decode_attention, group_queries, merge_states, prefill_attention
+from kvcore.kernels.backend import backend_report
+from kvcore.kernels.dispatch import (
+    decode_attention,
+    depth_attention,
+    gather_attention,
+    lowrank_attention,
+    merge_states,
+    quantised_attention,
+    span_scores,
+)
+from kvcore.kernels.operands import Band, Coefficients
+from kvcore.kernels.torch_path import attend_parts, causal_bias, group_queries, prefill_attention
 
-__all__ = ["attend_parts", "causal_bias", "decode_attention", "group_queries", "merge_states", "prefill_attention"]
-
-import torch
-from torch import Tensor
-
-
-def causal_bias(num_queries: int, device: torch.device) -> Tensor | None:
-    """Additive causal bias [Q, Q] of the new tokens among themselves; None for a single token."""
-    if num_queries == 1:
-        return None
-    return torch.full((num_queries, num_queries), float("-inf"), device=device).triu_(1)
+__all__ = [
+    "Band",
+    "Coefficients",
+    "attend_parts",
+    "backend_report",
+    "causal_bias",
+    "decode_attention",
+    "depth_attention",
+    "gather_attention",
+    "group_queries",
+    "lowrank_attention",
+    "merge_states",
+    "prefill_attention",
+    "quantised_attention",
+    "span_scores",
+]

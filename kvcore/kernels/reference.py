@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of Q query tokens over N entries, and its log-sum-exp.
 
@@ -20,6 +20,7 @@ def decode_attention(
         value: [B, Hkv, N, dv].
         scale: factor on the logits, usually 1 / sqrt(d).
         bias: additive logits, broadcastable to [B, Hkv, G, Q, N]; -inf hides an entry.
+        mask: boolean, broadcastable to the same; False hides an entry.
 
     Returns:
         Output [B, Hq, Q, dv] in the query's dtype (0 where nothing is visible) and log-sum-exp [B, Hq, Q]
@@ -31,6 +32,8 @@ def decode_attention(
     logits = torch.einsum("bhgqd,bhnd->bhgqn", grouped, key.float()) * scale
     if bias is not None:
         logits = logits + bias.float()
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - torch.where(lse.isfinite(), lse, 0.0).unsqueeze(-1))
     output = torch.einsum("bhgqn,bhnd->bhgqd", weights, value.float())
@@ -86,3 +89,83 @@ def prefill_attention(
     output, _ = decode_attention(query, key, value, scale, bias[:, None, None])
     real = query_positions[None, :] >= first[:, None]
     return output * real[:, None, :, None]
+
+
+def gather_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: Tensor,
+    scale: float,
+    page_size: int = 1,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over pages (or single tokens) chosen per KV head.
+
+    Args:
+        query: [B, Hq, Q, d].
+        key: [B, Hkv, N, d].
+        value: [B, Hkv, N, dv].
+        index: integers [B, Hkv, P], pages of `page_size` neighbouring tokens; -1 is an empty place. The last page may
+            be short.
+        scale: factor on the logits.
+        page_size: tokens of a page.
+        bias: additive logits, broadcastable to [B, Hkv, G, Q, P * page_size].
+
+    Returns:
+        Output [B, Hq, Q, dv] and log-sum-exp [B, Hq, Q], as `decode_attention`.
+    """
+    offsets = torch.arange(page_size, device=index.device)
+    tokens = (index.long().unsqueeze(-1) * page_size + offsets).flatten(2)
+    live = (tokens >= 0) & (tokens < key.shape[2])
+    where = tokens.clamp(0, max(key.shape[2] - 1, 0)).unsqueeze(-1)
+    keys = key.gather(2, where.expand(-1, -1, -1, key.shape[3]))
+    values = value.gather(2, where.expand(-1, -1, -1, value.shape[3]))
+    return decode_attention(query, keys, values, scale, bias, live[:, :, None, None])
+
+
+def span_scores(
+    query: Tensor,
+    mean_key: Tensor,
+    lengths: Tensor,
+    scale: float,
+    routing_query: Tensor | None = None,
+    routing_gain: Tensor | None = None,
+    directions: Tensor | None = None,
+    curvature: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Coarse logits and routing scores of every span, from one pass over the mean keys (arXiv 2606.31145, 3.2-3.3).
+
+    `coarse = scale q·k̄ + log n`, `score = gain (scale p·k̄) + ½ curvature Σ_i (scale p·v_i)² + log n`, p the routing
+    query: first order without directions, second order with them.
+
+    Args:
+        query: [B, Hq, Q, d], post-RoPE.
+        mean_key: [B, Hkv, S, d].
+        lengths: [B, S] tokens of each span; 0 is padding.
+        scale: factor on the dot products.
+        routing_query: p, [B, Hq, Q, d]; None is the query itself.
+        routing_gain: [B, Hq, S] factor on the first-order term (the published 1 / ‖W k̄‖), or None.
+        directions: [B, Hkv, S, r, d] principal directions times σ / sqrt(n), or None.
+        curvature: [Hq] factor on the second-order term, or None.
+
+    Returns:
+        coarse logits and scores, each [B, Hq, Q, S] in fp32; -inf for padding.
+    """
+    batch, num_heads, num_queries, _ = query.shape
+    num_kv_heads = mean_key.shape[1]
+    routing = query if routing_query is None else routing_query
+
+    def dot(queries: Tensor, equation: str, keys: Tensor) -> Tensor:
+        grouped = queries.float().reshape(batch, num_kv_heads, num_heads // num_kv_heads, num_queries, -1)
+        return torch.einsum(equation, grouped * scale, keys.float()).flatten(1, 2)
+
+    log_length = torch.where(lengths > 0, lengths.float(), 0.0).log()[:, None, None]
+    coarse = dot(query, "bhgqd,bhsd->bhgqs", mean_key)
+    score = dot(routing, "bhgqd,bhsd->bhgqs", mean_key)
+    if routing_gain is not None:
+        score = score * routing_gain.float().unsqueeze(2)
+    if directions is not None:
+        second = 0.5 * dot(routing, "bhgqd,bhsrd->bhgqsr", directions).square().sum(-1)
+        score = score + (second if curvature is None else second * curvature.float()[:, None, None])
+    return coarse + log_length, score + log_length

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
+from kvcore.kernels.operands import grouped_logits_bias
+
 # Queries per block where a mask has to exist: bounds the mask to 512 x N booleans.
 QUERY_BLOCK = 512
 
@@ -19,6 +21,13 @@ def group_queries(query: Tensor, num_kv_heads: int) -> Tensor:
     return query.reshape(batch, num_kv_heads, num_heads // num_kv_heads * num_queries, head_dim)
 
 
+def causal_bias(num_queries: int, device: torch.device) -> Tensor | None:
+    """Additive causal bias [Q, Q] of the new tokens among themselves; None for a single token."""
+    if num_queries == 1:
+        return None
+    return torch.full((num_queries, num_queries), float("-inf"), device=device).triu_(1)
+
+
 def _logits(query: Tensor, key: Tensor, scale: float, bias: Tensor | None, group_size: int) -> Tensor:
     """fp32 logits [B, Hkv, G, Q, N] of grouped queries [B, Hkv, G * Q, d]."""
     batch, num_kv_heads, rows, _ = query.shape
@@ -27,17 +36,36 @@ def _logits(query: Tensor, key: Tensor, scale: float, bias: Tensor | None, group
     return logits if bias is None else logits + bias
 
 
+def softmax_weights(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension and its log-sum-exp (natural log); overwrites the logits when it may.
+
+    Args:
+        logits: fp32 [..., N], owned by the caller and not used afterwards.
+
+    Returns:
+        Weights [..., N] (0 where nothing is visible) and log-sum-exp [...] (-inf there).
+    """
+    if logits.requires_grad or not logits.shape[-1]:
+        lse = torch.logsumexp(logits, dim=-1)
+        return torch.exp(logits - lse.nan_to_num(neginf=0.0).unsqueeze(-1)), lse
+    top = logits.amax(dim=-1, keepdim=True)
+    weights = logits.sub_(top.nan_to_num(neginf=0.0)).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    lse = (total.log() + top).squeeze(-1)
+    return weights.mul_(total.reciprocal().nan_to_num_(posinf=0.0)), lse
+
+
 def decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`."""
     batch, num_heads, num_queries, _ = query.shape
     num_kv_heads = key.shape[1]
+    bias = grouped_logits_bias(bias, mask)
     logits = _logits(group_queries(query, num_kv_heads), key, scale, bias, num_heads // num_kv_heads)
-    lse = torch.logsumexp(logits, dim=-1)
-    weights = torch.exp(logits - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).to(value.dtype)
-    output = torch.matmul(weights.flatten(2, 3), value)
-    return output.view(batch, num_heads, num_queries, -1), lse.view(batch, num_heads, num_queries)
+    weights, lse = softmax_weights(logits)
+    output = torch.matmul(weights.flatten(2, 3).to(value.dtype), value)
+    return output.to(query.dtype).view(batch, num_heads, num_queries, -1), lse.view(batch, num_heads, num_queries)
 
 
 def merge_states(outputs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -47,6 +75,60 @@ def merge_states(outputs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Ten
     weights = torch.exp(stacked - lse.nan_to_num(neginf=0.0)).unsqueeze(-1)
     output = (weights * torch.stack(outputs).float()).sum(0)
     return output.to(outputs[0].dtype), lse
+
+
+def gather_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: Tensor,
+    scale: float,
+    page_size: int = 1,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.gather_attention`. Whole pages are copied at once where the layout allows it."""
+    batch, num_kv_heads, num_keys, _ = key.shape
+    offsets = torch.arange(page_size, device=index.device)
+    tokens = (index.long().unsqueeze(-1) * page_size + offsets).flatten(2)
+    live = (tokens >= 0) & (tokens < num_keys)
+    paged = num_keys % page_size == 0 and key.is_contiguous() and value.is_contiguous()
+    step = page_size if paged else 1
+    line = (index.long() if paged else tokens).clamp(0, max(num_keys // step - 1, 0))
+    head = torch.arange(batch * num_kv_heads, device=index.device).view(batch, num_kv_heads, 1)
+    line = (line + head * (num_keys // step)).flatten()
+    picked = [
+        x.reshape(-1, step * x.shape[-1]).index_select(0, line).view(batch, num_kv_heads, -1, x.shape[-1])
+        for x in (key, value)
+    ]
+    return decode_attention(query, picked[0], picked[1], scale, bias, live[:, :, None, None])
+
+
+def span_scores(
+    query: Tensor,
+    mean_key: Tensor,
+    lengths: Tensor,
+    scale: float,
+    routing_query: Tensor | None = None,
+    routing_gain: Tensor | None = None,
+    directions: Tensor | None = None,
+    curvature: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.span_scores`. Query and routing query share one product with the mean keys."""
+    num_kv_heads, num_spans = mean_key.shape[1:3]
+    log_length = lengths.float().log()[:, None, None]
+    rows = group_queries(query, num_kv_heads) * scale
+    routing = rows if routing_query is None else group_queries(routing_query, num_kv_heads) * scale
+    both = rows if routing_query is None else torch.cat([rows, routing], dim=2)
+    products = torch.matmul(both, mean_key.mT).float().split(rows.shape[2], dim=2)
+    shape = (*query.shape[:3], num_spans)
+    coarse, score = products[0].reshape(shape), products[-1].reshape(shape)
+    if routing_gain is not None:
+        score = score * routing_gain.unsqueeze(2)
+    if directions is not None:
+        along = torch.matmul(routing, directions.flatten(2, 3).mT).float().unflatten(-1, directions.shape[2:4])
+        second = along.square().sum(-1).reshape(shape)
+        score = score + (0.5 * second if curvature is None else 0.5 * curvature[:, None, None] * second)
+    return coarse + log_length, score + log_length
 
 
 def attend_parts(query: Tensor, parts: list[tuple[Tensor, Tensor, Tensor | None]], scale: float) -> Tensor:
