@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvcore.method import did_you_mean
+from kvcore.options import did_you_mean
 
-Options = TypeVar("Options")
 USER_ERRORS = (ValueError, NotImplementedError, FileNotFoundError, PermissionError, OmegaConfBaseException)
 INTERRUPTED = 130
 
@@ -134,24 +132,6 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
-
-
-def typed_options(cls: type[Options], options: dict[str, Any], where: str) -> Options:
-    """A dataclass of options from a configuration node.
-
-    Args:
-        cls: the dataclass; it validates its own values.
-        options: the node.
-        where: name of the node, for messages.
-
-    Raises:
-        ValueError: an option that the dataclass does not have, with close matches.
-    """
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for option in options:
-        if option not in known:
-            raise ValueError(f"{where} has no option '{option}'. {did_you_mean(option, known)}")
-    return cls(**options)
 
 
 def config_hash(plain: Any, digits: int = 8) -> str:

@@ -6,9 +6,6 @@ model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -16,6 +13,7 @@ from kvcore.attention import attach
 from kvcore.budget import Budget, ModelSpec, Scope
 from kvcore.cache import CacheLayer, CompressedCache
 from kvcore.exact import SlidingLayer
+from kvcore.options import did_you_mean, typed_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,19 +118,6 @@ def build_method(name: str, **options: Any) -> Method:
     """A method with options; the rest keep their defaults.
 
     Raises:
-        ValueError: unknown method or option, with close matches.
+        ValueError: unknown method or option (close matches named), a wrong type, a value out of range.
     """
-    cls = method_class(name)
-    known = [f.name for f in dataclasses.fields(cls)]
-    for option in options:
-        if option not in known:
-            raise ValueError(f"method '{name}' has no option '{option}'. {did_you_mean(option, known)}")
-    return cls(**options)
-
-
-def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """A sentence naming close matches, then every valid choice."""
-    valid = list(valid)
-    close = difflib.get_close_matches(word, valid, n=3, cutoff=0.5)
-    hint = f"Did you mean {' or '.join(repr(c) for c in close)}? " if close else ""
-    return f"{hint}Valid: {', '.join(valid) if valid else '(none)'}"
+    return typed_options(method_class(name), options, f"method '{name}'")

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, TypeVar
 from kvcore.backbone import Backbone
 from kvcore.budget import Scope
 from kvcore.cache import CompressedCache
-from kvcore.method import Method, did_you_mean
+from kvcore.method import Method
+from kvcore.options import did_you_mean, typed_options
 
 BenchType = TypeVar("BenchType", bound="type[Benchmark]")
 _registry: dict[str, type[Benchmark]] = {}
@@ -157,8 +158,4 @@ def build_bench(name: str, **options: Any) -> Benchmark:
     """
     if name not in _registry:
         raise ValueError(f"unknown bench '{name}'. {did_you_mean(name, bench_names())}")
-    known = [f.name for f in dataclasses.fields(_registry[name])]
-    for option in options:
-        if option not in known:
-            raise ValueError(f"bench '{name}' has no option '{option}'. {did_you_mean(option, known)}")
-    return _registry[name](**options)
+    return typed_options(_registry[name], options, f"bench '{name}'")

@@ -10,11 +10,16 @@ from typing import Any, get_args
 from kvcore.backbone import BackboneConfig
 from kvcore.bench.base import Benchmark, MethodRun, build_bench
 from kvcore.budget import Budget, Scope
-from kvcore.cli import config_hash, typed_options
+from kvcore.cli import config_hash
 from kvcore.method import Method, build_method
+from kvcore.options import did_you_mean, typed_options
 from kvcore.tracking import LoggerConfig
 
 ON_UNREACHABLE = ("error", "skip")
+TOP_LEVEL_KEYS = (
+    *("backbone", "method", "bench", "logger", "budget", "budget_scope", "on_unreachable", "data_dir", "output_dir"),
+    *("seed", "limit", "compress_question", "plots"),
+)
 TOP_LEVEL_BENCH_OPTIONS = ("data_dir", "limit", "seed", "compress_question")
 
 
@@ -54,6 +59,9 @@ def evaluation_plan(config: dict[str, Any]) -> EvaluationPlan:
     Raises:
         ValueError: an unknown name or option (close matches named) or a value out of range.
     """
+    for key in config:
+        if key not in TOP_LEVEL_KEYS:
+            raise ValueError(f"unknown key '{key}'. {did_you_mean(key, TOP_LEVEL_KEYS)}")
     scope = config["budget_scope"]
     if scope not in get_args(Scope):
         raise ValueError(f"budget_scope must be one of {', '.join(get_args(Scope))}; received {scope!r}")
