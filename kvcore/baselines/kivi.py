@@ -1,130 +1,24 @@
 """KIVI: keys quantised per channel, values per token, a full-precision residual.
 
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", https://arxiv.org/abs/2402.02750.
-Legend: B batch rows, Hq query heads, Hkv KV heads, n tokens of a row, R residual length, g group size, Q new tokens,
-d head dimension.
+Legend: n tokens of a row, R residual length, g group size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from kvcore.baselines.kivi_store import UNBOUNDED, KiviStore, Setting
-from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
-from kvcore.cache import CacheLayer, LayerPrompt
+from kvcore.baselines.codec import CodecLayer, CodecPlanner
+from kvcore.baselines.kivi_store import UNBOUNDED, Setting
+from kvcore.budget import Budget, ModelSpec
+from kvcore.cache import CacheLayer
 from kvcore.exact import ExactLayer
-from kvcore.kernels import causal_bias, decode_attention, merge_states
 from kvcore.method import Method, register
 
 BITS = (8, 4, 3, 2)
 WIDEST_GROUP = 128
 EXACT = Setting(bits=8, group_size=32, residual=UNBOUNDED)
-SHORT_PROMPT = 256  # tokens: below, there may be no whole block to quantise, and nothing is refused
-
-
-@dataclass(frozen=True)
-class SettingPlanner:
-    """Maps a budget to the widest bits, then the smallest groups, then the longest residual that fit it.
-
-    Args:
-        spec: the model's shape.
-        budget: the device budget.
-        candidates: settings in order of preference.
-    """
-
-    spec: ModelSpec
-    budget: Budget
-    candidates: tuple[Setting, ...]
-
-    @lru_cache(maxsize=4096)  # noqa: B019 - planners are few and live as long as their cache
-    def setting(self, tokens: int) -> Setting:
-        """The setting of a row that has `tokens` tokens.
-
-        Raises:
-            UnreachableBudgetError: no candidate fits, and the row is not shorter than 256 tokens.
-        """
-        if self.budget.share(tokens) >= 1:
-            return EXACT
-        for candidate in self.candidates:
-            if self.share(candidate, tokens) <= self.budget.share(tokens):
-                return candidate
-        smallest = min(self.candidates, key=lambda candidate: self.share(candidate, tokens))
-        if tokens >= SHORT_PROMPT:
-            raise UnreachableBudgetError(
-                "kivi",
-                self.budget.value,
-                self.share(smallest, tokens),
-                f"fewer bits, wider groups (up to {WIDEST_GROUP}), a shorter residual, more than {tokens} tokens; or "
-                "compose it with an evicting method (method 'compose')",
-            )
-        return smallest
-
-    def share(self, setting: Setting, tokens: int) -> float:
-        """Largest share of the full cache from `tokens` tokens on, over one cycle of the residual."""
-        fullest = tokens + (setting.residual - 1 - tokens % setting.residual)
-        lengths = {tokens} if isinstance(self.budget.value, int) else {tokens, fullest}
-        dim, itemsize = self.spec.head_dim, self.spec.dtype.itemsize
-        return max(setting.bytes(n, dim, itemsize) / (2 * n * dim * itemsize) for n in lengths)
-
-
-class KiviLayer(CacheLayer):
-    """Quantised tokens, one store per setting in use (one, unless rows of a batch differ much in length)."""
-
-    def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int, planner: SettingPlanner) -> None:
-        super().__init__(spec, budget, layer_idx)
-        self.planner = planner
-        self.stores: list[KiviStore] = []
-
-    def build(self, prompt: LayerPrompt) -> None:
-        for row in range(prompt.keys.shape[0]):
-            keys, values = prompt.row(row)
-            self._settle(row, keys, values, prompt.keys.shape[0])
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tokens: int) -> Tensor:
-        """Q new tokens see what was stored before them, and each other exactly; then they are stored."""
-        lengths = torch.stack([store.lengths for store in self.stores]).sum(0)
-        self.attended = float(lengths.float().mean()) + (key.shape[2] + 1) / 2
-        output, lse = decode_attention(query, key, value, scale, causal_bias(key.shape[2], key.device))
-        outputs, lses = [output], [lse]
-        for store in self.stores:
-            more = store.attend(query, scale)
-            outputs += more[0]
-            lses += more[1]
-        for store in self.stores:
-            store.append(key, value, store.lengths > 0)
-        if isinstance(self.budget.value, int):
-            self._resettle()
-        return merge_states(outputs, lses)[0]
-
-    def _settle(self, row: int, keys: Tensor, values: Tensor, batch: int) -> None:
-        """Store a row's tokens [Hkv, n, d] in the setting that its length asks for."""
-        setting = self.planner.setting(keys.shape[1])
-        fresh = KiviStore(setting, batch, keys)
-        active = torch.arange(batch) == row
-        fresh.append(keys.expand(batch, *keys.shape), values.expand(batch, *values.shape), active)
-        for store in self.stores:
-            if store.setting == setting:
-                store.copy_rows(fresh, active.nonzero().flatten())
-                return
-        self.stores.append(fresh)
-
-    def _resettle(self) -> None:
-        """Under a budget in tokens the share shrinks as text grows: rows move to narrower settings, once each."""
-        for store in list(self.stores):
-            for row in store.lengths.nonzero().flatten().tolist():  # rows, at the few lengths where a setting ends
-                length = int(store.lengths[row])
-                current = self.planner.share(store.setting, length)
-                if store.setting is EXACT or current > self.planner.budget.share(length):
-                    if self.planner.setting(length) == store.setting:
-                        continue
-                    keys, values = store.take_row(row)
-                    self._settle(row, keys, values, len(store.lengths))
-        self.stores = [store for store in self.stores if bool(store.lengths.any())]
 
 
 @register
@@ -178,14 +72,17 @@ class Kivi(Method):
             for residual in range(max(self.residual // group * group, group), 0, -group)
         )
 
+    def planner(self, spec: ModelSpec, budget: Budget) -> CodecPlanner:
+        levers = (
+            f"fewer bits, wider groups (to {WIDEST_GROUP}), a shorter residual, or 'compose' with an evicting method"
+        )
+        return CodecPlanner(self.name, spec, budget, self.candidates(), EXACT, levers)
+
     def validate(self, spec: ModelSpec, budget: Budget) -> None:
         super().validate(spec, budget)
-        if budget.is_full or isinstance(budget.value, int):
-            return
-        planner = SettingPlanner(spec, budget, self.candidates())
-        planner.setting(spec.max_positions)  # refused at the longest prompt, refused at every length
+        self.planner(spec, budget).validate()
 
     def make_layer(self, spec: ModelSpec, budget: Budget, layer_idx: int) -> CacheLayer:
         if budget.is_full:
             return ExactLayer(spec, budget, layer_idx)
-        return KiviLayer(spec, budget, layer_idx, SettingPlanner(spec, budget, self.candidates()))
+        return CodecLayer(spec, budget, layer_idx, self.planner(spec, budget))

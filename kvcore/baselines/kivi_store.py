@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcore.baselines.codec import CodecSetting, CodecStore
 from kvcore.baselines.retrieval_store import hide
+from kvcore.budget import ModelSpec
 from kvcore.kernels import decode_attention
 from kvcore.quant import Along, QuantizedTensor, packed_bytes, quantize, quantized_bytes
 from kvcore.state import BatchedState
@@ -22,7 +24,7 @@ UNBOUNDED = 1 << 40  # residual length of the setting that quantises nothing
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(CodecSetting):
     """How tokens are quantised: bits per code, entries per scale, and R newest tokens left exact."""
 
     bits: int
@@ -33,16 +35,23 @@ class Setting:
         """Channels that share a scale of a value: never more than d, in multiples of 8."""
         return min(self.group_size, -(-dim // 8) * 8)
 
-    def bytes(self, tokens: int, dim: int, itemsize: int) -> int:
-        """Bytes of one row of `tokens` tokens in one KV head."""
+    def bytes(self, tokens: int, spec: ModelSpec) -> float:
         exact_keys, exact_values = self.exact(tokens)
+        dim = spec.head_dim
         keys = quantized_bytes(tokens - exact_keys, dim, self.bits, self.group_size, "tokens")
         values = quantized_bytes(tokens - exact_values, dim, self.bits, self.value_group(dim), "channels")
-        return keys + values + (exact_keys + exact_values) * dim * itemsize
+        exact = (exact_keys + exact_values) * dim * spec.dtype.itemsize
+        return spec.num_kv_heads * (keys + values + exact)
 
     def exact(self, tokens: int) -> tuple[int, int]:
         """Newest keys and values left exact: n mod R and min(R, n)."""
         return tokens % self.residual, min(self.residual, tokens)
+
+    def fullest(self, tokens: int) -> int:
+        return tokens + self.residual - 1 - tokens % self.residual
+
+    def make_store(self, spec: ModelSpec, batch: int, like: Tensor) -> KiviStore:
+        return KiviStore(self, batch, like)
 
 
 class Recent(BatchedState):
@@ -71,7 +80,7 @@ class Recent(BatchedState):
             self.tokens = self.tokens[:, :, free:].clone()
 
 
-class KiviStore(BatchedState):
+class KiviStore(CodecStore):
     """Keys and values of the rows that share one setting.
 
     Attributes:
@@ -93,7 +102,7 @@ class KiviStore(BatchedState):
 
     # --- writing
     def append(self, keys: Tensor, values: Tensor, active: Tensor) -> None:
-        """Store new tokens [B, H, Q, d] of the `active` rows [B] bool, then quantise what has become old enough."""
+        """Store new tokens exactly, then quantise what has become old enough."""
         residual = self.setting.residual
         self.lengths = torch.where(active, self.lengths + keys.shape[2], self.lengths)
         before_keys = self.lengths - self.key_tail.counts - keys.shape[2] * active
@@ -110,7 +119,6 @@ class KiviStore(BatchedState):
         self.value_tail.trim()
 
     def take_row(self, row: int) -> tuple[Tensor, Tensor]:
-        """Remove a row; returns its tokens [H, n, d], dequantised where they were quantised."""
         length = int(self.lengths[row])
         exact_keys, exact_values = self.setting.exact(length)
         parts = []
@@ -125,8 +133,8 @@ class KiviStore(BatchedState):
         self.lengths[row] = 0
         return parts[0], parts[1]
 
-    def copy_rows(self, other: KiviStore, rows: Tensor) -> None:
-        """Take the rows `rows` [r] of a store of the same setting."""
+    def copy_rows(self, other: CodecStore, rows: Tensor) -> None:
+        assert isinstance(other, KiviStore)
         self.lengths[rows] = other.lengths[rows]
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             _widen(mine, theirs.num_tokens - mine.num_tokens)
@@ -143,7 +151,6 @@ class KiviStore(BatchedState):
 
     # --- reading
     def attend(self, query: Tensor, scale: float) -> tuple[list[Tensor], list[Tensor]]:
-        """Attention states (outputs [B, Hq, Q, d], log-sum-exps [B, Hq, Q]) of blocks and tail, one block at a time."""
         outputs, lses = [], []
         old = self.lengths - self.value_tail.counts  # keys and values both quantised
         for start in range(0, int(old.max()), BLOCK_TOKENS):
