@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# From a fresh checkout to a table and plots on a real model: installs into .venv, gets the embedded backbone, trains
+# SeKV's routing for a few steps, then evaluates every main method at a tenth of the cache. Idempotent.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+began=$SECONDS
+bash scripts/setup.sh
+python=.venv/bin/python
+export TOKENIZERS_PARALLELISM=false
+
+echo "quickstart: evaluating full, streaming_llm and oracle_topk at 10% on SmolLM2-135M-Instruct"
+echo "quickstart: fidelity (KL to the full cache) and needles, contexts of 1K and 2K tokens"
+$python evaluate.py experiment=quickstart output_dir=outputs/quickstart
+echo "quickstart: done in $(((SECONDS - began) / 60)) min $(((SECONDS - began) % 60)) s"
+echo "quickstart: table above, rows in outputs/quickstart/results.json, plots in outputs/quickstart/*.png"
