@@ -99,15 +99,30 @@ def attach(model: PreTrainedModel) -> ModelSpec:
     _warn_version()
     model.set_attn_implementation(NAME)
     decoder = model.get_decoder()
+    _remove_copied_hooks(decoder)
     decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
     owner = weakref.ref(model)
 
     def after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         _after_forward(owner(), args, kwargs, output)
 
+    after_forward.kvcore_hook = True  # type: ignore[attr-defined]
     decoder.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
     _attached[model] = spec
     return spec
+
+
+def _remove_copied_hooks(decoder: nn.Module) -> None:
+    """Take off the hooks that a copy of an attached model carries: they announce forwards to the original's owner."""
+    for hook_id, hook in list(decoder._forward_pre_hooks.items()):
+        if hook is _before_forward:
+            decoder._forward_pre_hooks.pop(hook_id)
+            decoder._forward_pre_hooks_with_kwargs.pop(hook_id, None)
+    for hook_id, hook in list(decoder._forward_hooks.items()):
+        if getattr(hook, "kvcore_hook", False):
+            decoder._forward_hooks.pop(hook_id)
+            decoder._forward_hooks_with_kwargs.pop(hook_id, None)
+            decoder._forward_hooks_always_called.pop(hook_id, None)
 
 
 def model_spec(model: PreTrainedModel) -> ModelSpec:
