@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LARGEST_EXPONENT = 10.0  # of an entry of weight 0 relative to the largest that counts: bounds the gradient of the weight
+
 
 @dataclass
 class Part:
@@ -40,13 +42,15 @@ def mixed_attention(parts: list[Part]) -> Tensor:
     Returns:
         [B, Hq, Q, d] in the dtype of the first part's values.
     """
-    top = torch.stack([part.logits.detach().amax(dim=-1) for part in parts]).amax(dim=0).unsqueeze(-1)
+    top = torch.stack([_largest(part) for part in parts]).amax(dim=0).unsqueeze(-1)
     numerator: Tensor | None = None
     denominator: Tensor | None = None
     for part in parts:
-        mass = torch.exp(part.logits - top)
-        if part.weight is not None:
-            mass = mass * part.weight
+        if part.weight is None:
+            mass = torch.exp(part.logits - top)
+        else:
+            # an entry of weight 0 may lie far above the rest; its mass still shapes the gradient of the weight
+            mass = torch.exp((part.logits - top).clamp_max(LARGEST_EXPONENT)) * part.weight
         if part.row_of_entry is not None:
             mass = _gathered(mass, part.row_of_entry, part.values.shape[2])
         batch, num_heads, num_queries, _ = mass.shape
@@ -57,6 +61,14 @@ def mixed_attention(parts: list[Part]) -> Tensor:
         denominator = total if denominator is None else denominator + total
     assert numerator is not None and denominator is not None
     return (numerator / denominator).to(parts[0].values.dtype)
+
+
+def _largest(part: Part) -> Tensor:
+    """Largest logit [B, Hq, Q] among the entries that count, without gradient."""
+    logits = part.logits.detach()
+    if part.weight is not None:
+        logits = logits.masked_fill(part.weight.detach() <= 0, float("-inf"))
+    return logits.amax(dim=-1)
 
 
 def _gathered(mass: Tensor, row_of_entry: Tensor, rows: int) -> Tensor:

@@ -24,7 +24,15 @@ from sekv import losses
 from sekv.method import SeKV
 from sekv.routing import Router, dot
 from sekv.student import causal_logits, route, student_attention
-from sekv.teacher import QUERY_BLOCK, Capture, LayerCapture, capture, mine_queries
+from sekv.teacher import (
+    QUERY_BLOCK,
+    Capture,
+    LayerCapture,
+    capture,
+    half_precision,
+    mine_queries,
+    plain_precision,
+)
 from sekv.train_config import TrainConfig
 from sekv.trainer import SampleResult
 from sekv.training_memory import ContextMemory, LayerMemory
@@ -95,7 +103,8 @@ class SeKVObjective:
 
     def _teacher(self, ids: Tensor) -> Capture:
         context = ids.shape[1] - self.config.query_tokens
-        return capture(self.model, ids, context, ContextMemory(self.model, self.method, self.budget), self.chunk_size)
+        memory = ContextMemory(self.model, self.method, self.budget)
+        return capture(self.model, ids, context, memory, self.chunk_size, self.config.mixed_precision)
 
 
 class _SampleLosses:
@@ -208,9 +217,9 @@ class _SampleLosses:
         """Distillation loss: the frozen backbone over the query tokens, attending through the memory."""
         model, teacher = self.owner.model, self.teacher
         cache = _StudentCache(self, checkpointing)
-        student = model.get_decoder()(
-            input_ids=teacher.input_ids[:, teacher.context :], past_key_values=cache
-        ).last_hidden_state
+        with half_precision(model, self.owner.config.mixed_precision):
+            output = model.get_decoder()(input_ids=teacher.input_ids[:, teacher.context :], past_key_values=cache)
+        student = output.last_hidden_state.to(self.owner.spec.dtype)
         head = model.get_output_embeddings()
         target = teacher.hidden[:, teacher.context :][:, self.mined]
         return losses.distillation(target[0], student[0, self.mined], head)
@@ -244,10 +253,15 @@ class _StudentLayer(CacheLayer):
         raise RuntimeError("the student reads the teacher's prefill")
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tokens: int) -> Tensor:
+        with plain_precision(query):
+            query, key, value = (tensor.to(self.spec.dtype) for tensor in (query, key, value))
+            return self._attend(query * scale, key, value)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         memory = self.sample.local(self.layer_idx)
         positions = torch.arange(query.shape[2], device=query.device)
         outputs = []
-        for block, rows in zip((query * scale).split(QUERY_BLOCK, 2), positions.split(QUERY_BLOCK), strict=True):
+        for block, rows in zip(query.split(QUERY_BLOCK, 2), positions.split(QUERY_BLOCK), strict=True):
             arguments = (self.sample.router, self.layer_idx, block, rows, key, value, memory)
             if self.checkpointing and torch.is_grad_enabled():
                 outputs.append(checkpoint(student_attention, *arguments, use_reentrant=False))

@@ -72,6 +72,10 @@ class _CaptureLayer(CacheLayer):
         self.captured: LayerCapture | None = None
 
     def observe(self, query: Tensor, keys: Tensor, padding: list[int], scale: float) -> None:
+        with plain_precision(query):
+            self._observe(query.to(self.spec.dtype), keys.to(self.spec.dtype), scale)
+
+    def _observe(self, query: Tensor, keys: Tensor, scale: float) -> None:
         first = keys.shape[2] - query.shape[2]
         before = max(min(self.context - first, query.shape[2]), 0)
         if before:
@@ -88,9 +92,10 @@ class _CaptureLayer(CacheLayer):
         ]
 
     def build(self, prompt: LayerPrompt) -> None:
-        keys, values = prompt.keys[:, :, : self.context], prompt.values[:, :, : self.context]
-        self.memory.build(self.layer_idx, keys, values, prompt.scale)
-        self.captured = LayerCapture(torch.cat(self.query, dim=2), prompt.keys, prompt.values, prompt.scale)
+        keys, values = prompt.keys.to(self.spec.dtype), prompt.values.to(self.spec.dtype)
+        with plain_precision(keys):
+            self.memory.build(self.layer_idx, keys[:, :, : self.context], values[:, :, : self.context], prompt.scale)
+        self.captured = LayerCapture(torch.cat(self.query, dim=2), keys, values, prompt.scale)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tokens: int) -> Tensor:
         raise RuntimeError("a teacher's capture is not a cache to decode with")
@@ -103,6 +108,16 @@ class _CaptureCache(CompressedCache):
 
     def chunk_prefilled(self, model: PreTrainedModel, input_ids: Tensor | None, hidden: Tensor) -> None:
         self.hidden.append(hidden)
+
+
+def half_precision(model: PreTrainedModel, mixed_precision: str) -> torch.autocast:
+    """Autocast of the backbone to bf16, when `mixed_precision` asks for it."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=mixed_precision == "bf16", cache_enabled=False)
+
+
+def plain_precision(like: Tensor) -> torch.autocast:
+    """No autocast: memory and losses keep their dtypes inside a backbone that runs under it."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 def _far_share(query: Tensor, keys: Tensor, position: int, far: int) -> Tensor:
@@ -134,6 +149,7 @@ def capture(
     context: int,
     memory: ContextMemory,
     chunk_size: int | None = None,
+    mixed_precision: str = "no",
 ) -> Capture:
     """One exact pass over samples without padding; no T x T or Q x T matrix exists.
 
@@ -143,6 +159,7 @@ def capture(
         context: T, tokens the memory may be built from; the N - T tokens after it are the queries.
         memory: an empty SeKV cache to lead through the context.
         chunk_size: tokens per forward; None reads the sample in one.
+        mixed_precision: `no` or `bf16`, of the backbone's own computation.
 
     Raises:
         ValueError: no token before or after the context.
@@ -159,11 +176,12 @@ def capture(
 
     cache = _CaptureCache(spec, budget, layers, "teacher")
     cache.hidden = []
-    prefill(model, cache, input_ids, chunk_size=chunk_size)
+    with half_precision(model, mixed_precision):
+        prefill(model, cache, input_ids, chunk_size=chunk_size)
     captured = [layer for layer in cache.layers if isinstance(layer, _CaptureLayer)]
     far = torch.stack([torch.cat(layer.far_mass, dim=1) for layer in captured]).mean(dim=0)
     states = [layer.captured for layer in captured if layer.captured is not None]
-    hidden = torch.cat(cache.hidden, dim=1)
+    hidden = torch.cat(cache.hidden, dim=1).to(spec.dtype)
     memory.finish(input_ids[:, :context], hidden[:, :context])
     return Capture(input_ids, context, states, hidden, far, memory)
 

@@ -53,6 +53,9 @@ class LossConfig:
         _require(self.positive_weight > 0, "train.losses.positive_weight must be > 0", self.positive_weight)
 
 
+PRECISIONS = ("no", "bf16")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run.
@@ -64,7 +67,10 @@ class TrainConfig:
         mined_share: share of the query tokens, those with the most attention beyond the window, that the losses use.
         effective_batch: samples per optimizer step, over all processes; the rest is gradient accumulation.
         learning_rate, weight_decay, warmup, max_grad_norm: AdamW; warm-up as a share of the steps, then a cosine.
+        threshold_learning_rate: of the thresholds tau; null is `learning_rate`. Thresholds are never decayed.
         losses: weights of the losses.
+        mixed_precision: `no`, or `bf16`: the frozen backbone computes in bf16 by autocast, whatever its weights are
+            stored in; memory and losses keep the backbone's own dtype.
         gradient_checkpointing: recompute attention logits in the backward pass instead of keeping them.
         windows_per_document: most samples taken from one document in an epoch.
         workers: data loader processes that tokenise ahead; 0 tokenises in the training process.
@@ -83,7 +89,9 @@ class TrainConfig:
     weight_decay: float = 0.01
     warmup: float = 0.1
     max_grad_norm: float = 1.0
+    threshold_learning_rate: float | None = None
     losses: LossConfig = field(default_factory=LossConfig)
+    mixed_precision: str = "no"
     gradient_checkpointing: bool = True
     windows_per_document: int = 4
     workers: int = 0
@@ -105,9 +113,12 @@ class TrainConfig:
             "train.sequence: every length must exceed train.query_tokens, which are its last tokens",
             (list(self.sequence), self.query_tokens),
         )
+        _require(self.mixed_precision in PRECISIONS, "train.mixed_precision must be no or bf16", self.mixed_precision)
         _require(0 < self.mined_share <= 1, "train.mined_share must lie in (0, 1]", self.mined_share)
         _require(0 <= self.warmup < 1, "train.warmup is a share of the steps in [0, 1)", self.warmup)
         _require(self.learning_rate > 0, "train.learning_rate must be > 0", self.learning_rate)
+        rate = self.threshold_learning_rate
+        _require(rate is None or rate > 0, "train.threshold_learning_rate must be > 0 or null", rate)
         _require(self.max_grad_norm > 0, "train.max_grad_norm must be > 0", self.max_grad_norm)
         _require(0 < self.zoom_share < 1, "train.zoom_share must lie in (0, 1)", self.zoom_share)
 

@@ -110,9 +110,7 @@ class Trainer:
             )
         self.accumulation = self.config.effective_batch // world
         self.parameters = list(self.objective.router.parameters())
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=self.config.learning_rate, weight_decay=self.config.weight_decay
-        )
+        self.optimizer = build_optimizer(self.objective.router, self.config)
         self.progress = Progress(0, StreamState(), None, None, 0.0, self.settings)
 
     def resume(self) -> None:
@@ -156,7 +154,7 @@ class Trainer:
         step, config = self.progress.step, self.config
         factor = learning_rate_factor(step, config.steps, config.warmup)
         for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * factor
+            group["lr"] = group["peak"] * factor
         self.optimizer.zero_grad(set_to_none=True)
         weight = budget_weight(step, config.steps, config.losses.budget)
         results, taken = [], []
@@ -275,6 +273,18 @@ class Trainer:
 
         gathered, count = gather_object(items), len(items)
         return [gathered[rank * count + i] for i in range(count) for rank in range(self.accelerator.num_processes)]
+
+
+def build_optimizer(router: Router, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; thresholds have a learning rate of their own, and no decay towards a fixed threshold."""
+    thresholds = [router.raw_tau]
+    others = [parameter for parameter in router.parameters() if parameter is not router.raw_tau]
+    threshold_rate = config.threshold_learning_rate or config.learning_rate
+    groups = [
+        {"params": others, "peak": config.learning_rate, "weight_decay": config.weight_decay},
+        {"params": thresholds, "peak": threshold_rate, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate)
 
 
 REMEDY = (
