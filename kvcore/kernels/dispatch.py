@@ -5,11 +5,16 @@ Legend: see `reference.py` and `reference_compressed.py`, which hold the shapes.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kvcore.kernels import torch_compressed, torch_path
-from kvcore.kernels.operands import Coefficients
-from kvcore.quant import QuantizedTensor
+from kvcore.kernels import ops, torch_compressed, torch_path
+from kvcore.kernels.backend import use_triton
+from kvcore.kernels.operands import Coefficients, grouped_logits_bias
+from kvcore.kernels.torch_compressed import PackedProducts
+from kvcore.quant import QuantizedTensor, decode_scales
+
+_TRITON_PRODUCTS = PackedProducts(ops.packed_logits, ops.packed_mix)
 
 
 def decode_attention(
@@ -19,11 +24,15 @@ def decode_attention(
 
     See `reference.decode_attention`.
     """
+    if use_triton(query):
+        return ops.decode_attention(query, key, value, scale, grouped_logits_bias(bias, mask))
     return torch_path.decode_attention(query, key, value, scale, bias, mask)
 
 
 def merge_states(outputs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge partial attentions over disjoint entries. See `reference.merge_states`."""
+    if use_triton(outputs[0]):
+        return ops.merge_states(torch.stack(outputs), torch.stack(lses))
     return torch_path.merge_states(outputs, lses)
 
 
@@ -38,7 +47,9 @@ def span_scores(
     curvature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Coarse logits and routing scores [B, Hq, Q, S] of every span. See `reference.span_scores`."""
-    return torch_path.span_scores(query, mean_key, lengths, scale, routing_query, routing_gain, directions, curvature)
+    options = (routing_query, routing_gain, directions, curvature)
+    path = ops.span_scores if use_triton(query) else torch_path.span_scores
+    return path(query, mean_key, lengths, scale, *options)
 
 
 def gather_attention(
@@ -51,7 +62,8 @@ def gather_attention(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over pages or tokens chosen per KV head. See `reference.gather_attention`."""
-    return torch_path.gather_attention(query, key, value, index, scale, page_size, bias)
+    path = ops.gather_attention if use_triton(query) else torch_path.gather_attention
+    return path(query, key, value, index, scale, page_size, bias)
 
 
 def lowrank_attention(
@@ -67,7 +79,8 @@ def lowrank_attention(
     span_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over factorised spans, in factor space. See `reference_compressed.lowrank_attention`."""
-    return torch_compressed.lowrank_attention(
+    path = ops.lowrank_attention if use_triton(query) else torch_compressed.lowrank_attention
+    return path(
         query, key_factors, key_basis, value_factors, value_basis, lengths, scale, key_gain, value_gain, span_bias
     )
 
@@ -76,7 +89,8 @@ def depth_attention(
     query: Tensor, key: Coefficients, value: Coefficients, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over shared depth coefficients. See `reference_compressed.depth_attention`."""
-    return torch_compressed.depth_attention(query, key, value, scale, bias)
+    products = _TRITON_PRODUCTS if use_triton(query) else None
+    return torch_compressed.depth_attention(query, key, value, scale, bias, products)
 
 
 def quantised_attention(
@@ -90,4 +104,20 @@ def quantised_attention(
     window_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over quantised tokens and an exact window. See `reference_compressed.quantised_attention`."""
-    return torch_compressed.quantised_attention(query, key, value, scale, bias, window_key, window_value, window_bias)
+    if not use_triton(query):
+        window = (window_key, window_value, window_bias)
+        return torch_compressed.quantised_attention(query, key, value, scale, bias, *window)
+    output, lse = ops.quantised_attention(
+        query,
+        [key.codes, *decode_scales(key.scale, key.zero, torch.float32)],
+        [value.codes, *decode_scales(value.scale, value.zero, torch.float32)],
+        [key.bits, key.group_size],
+        [value.bits, value.group_size],
+        key.length,
+        scale,
+        bias,
+    )
+    if window_key is None or window_value is None:
+        return output, lse
+    near = decode_attention(query, window_key, window_value, scale, window_bias)
+    return merge_states([output, near[0]], [lse, near[1]])

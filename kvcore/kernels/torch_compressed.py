@@ -8,7 +8,11 @@ dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
 from kvcore.kernels.operands import DENSE_BITS, Band, Coefficients, check_lines
@@ -53,24 +57,43 @@ def lowrank_attention(
     return output.to(query.dtype).view(batch, num_heads, num_queries, -1), lse.view(batch, num_heads, num_queries)
 
 
+@dataclass(frozen=True)
+class PackedProducts:
+    """The two products with packed lines, which is all that differs between the paths of `depth_attention`.
+
+    Attributes:
+        logits: rows [B, Hc, P, R], codes, bits, N -> fp32 [B, Hc, P, N].
+        mix: weights [B, Hc, P, N], codes, bits -> fp32 [B, Hc, P, R].
+    """
+
+    logits: Callable[[Tensor, Tensor, int, int], Tensor]
+    mix: Callable[[Tensor, Tensor, int], Tensor]
+
+
 def depth_attention(
-    query: Tensor, key: Coefficients, value: Coefficients, scale: float, bias: Tensor | None = None
+    query: Tensor,
+    key: Coefficients,
+    value: Coefficients,
+    scale: float,
+    bias: Tensor | None = None,
+    products: PackedProducts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference_compressed.depth_attention`. The basis is absorbed into the query and the output."""
+    products = products or TORCH_PRODUCTS
     batch, num_heads, num_queries, _ = query.shape
     num_kv_heads = key.basis.shape[1]
     rows = group_queries(query, num_kv_heads) * scale  # [B, Hkv, P, d]
-    logits = _depth_logits(rows, key).unflatten(2, (num_heads // num_kv_heads, num_queries))
+    logits = _depth_logits(rows, key, products).unflatten(2, (num_heads // num_kv_heads, num_queries))
     weights, lse = softmax_weights(logits if bias is None else logits + bias)
-    output = _depth_output(weights.flatten(2, 3), value, query.dtype)
+    output = _depth_output(weights.flatten(2, 3), value, query.dtype, products)
     return output.to(query.dtype).view(batch, num_heads, num_queries, -1), lse.view(batch, num_heads, num_queries)
 
 
-def _depth_logits(rows: Tensor, key: Coefficients) -> Tensor:
+def _depth_logits(rows: Tensor, key: Coefficients, products: PackedProducts) -> Tensor:
     """fp32 logits [B, Hkv, P, N] of scaled rows [B, Hkv, P, d]."""
     turned = torch.matmul(rows, key.basis.to(rows.dtype).mT)
     streams = turned.reshape(rows.shape[0], key.num_streams, -1, turned.shape[-1])
-    logits = band_logits(streams, key.bands).view(*rows.shape[:3], -1)
+    logits = band_logits(streams, key.bands, products).view(*rows.shape[:3], -1)
     if key.mean is not None:
         logits = logits + torch.matmul(rows.float(), key.mean.float().unsqueeze(-1))
     if key.residual is None:
@@ -81,10 +104,10 @@ def _depth_logits(rows: Tensor, key: Coefficients) -> Tensor:
     return torch.cat([logits[..., : first.shape[-1]] + first, logits[..., first.shape[-1] :]], dim=-1)
 
 
-def _depth_output(weights: Tensor, value: Coefficients, dtype: torch.dtype) -> Tensor:
+def _depth_output(weights: Tensor, value: Coefficients, dtype: torch.dtype, products: PackedProducts) -> Tensor:
     """Output [B, Hkv, P, d] of fp32 weights [B, Hkv, P, N]."""
     streams = weights.reshape(weights.shape[0], value.num_streams, -1, weights.shape[-1])
-    mixed = band_mix(streams, value.bands, dtype).view(*weights.shape[:3], -1)
+    mixed = band_mix(streams, value.bands, dtype, products).view(*weights.shape[:3], -1)
     output = torch.matmul(mixed.to(dtype), value.basis.to(dtype))
     if value.mean is not None:
         output = output + weights.sum(-1, keepdim=True).to(dtype) * value.mean.to(dtype).unsqueeze(2)
@@ -96,7 +119,7 @@ def _depth_output(weights: Tensor, value: Coefficients, dtype: torch.dtype) -> T
     return output
 
 
-def band_logits(rows: Tensor, bands: list[Band]) -> Tensor:
+def band_logits(rows: Tensor, bands: list[Band], products: PackedProducts) -> Tensor:
     """fp32 products [B, Hc, P, N] of rows [B, Hc, P, R] with coefficients: steps are folded into the rows."""
     total: Tensor | None = None
     start = 0
@@ -107,7 +130,8 @@ def band_logits(rows: Tensor, bands: list[Band]) -> Tensor:
         if band.bits == DENSE_BITS:
             part = torch.matmul(mine, band.codes[..., : band.num_tokens].to(rows.dtype)).float()
         else:
-            part = _packed_logits(mine, band)
+            check_lines(band)
+            part = products.logits(mine, band.codes, band.bits, band.num_tokens)
         if band.offset:
             part = part + band.offset * mine.float().sum(-1, keepdim=True)
         total = part if total is None else total.add_(part)
@@ -116,23 +140,32 @@ def band_logits(rows: Tensor, bands: list[Band]) -> Tensor:
     return total
 
 
-def _packed_logits(rows: Tensor, band: Band) -> Tensor:
-    """Products [B, Hc, P, N] of rows with the raw codes of a packed band, a tile of tokens at a time."""
-    check_lines(band)
-    batch, streams, count, _ = rows.shape
-    pieces = band.codes.unflatten(-1, (band.bits, -1))  # [B, Hc, R, bits, J]
+def packed_logits(rows: Tensor, codes: Tensor, bits: int, num_tokens: int) -> Tensor:
+    """Products of rows with the raw codes of packed lines, a tile of tokens at a time.
+
+    Args:
+        rows: [B, Hc, P, R].
+        codes: uint8 [B, Hc, R, bytes].
+        bits: 1..8.
+        num_tokens: N; what a line is padded with behind them is left out.
+
+    Returns:
+        fp32 [B, Hc, P, N].
+    """
+    batch, streams, count, num_coefficients = rows.shape
+    pieces = codes.unflatten(-1, (bits, -1))  # [B, Hc, R, bits, J]
     eighth = pieces.shape[-1]
     logits = torch.empty(batch, streams, count, 8, eighth, dtype=torch.float32, device=rows.device)
     unpacker = Unpacker(rows.dtype, rows.device)
-    size = tile_length(8 * batch * streams * band.num_coefficients, eighth)
+    size = tile_length(8 * batch * streams * num_coefficients, eighth)
     for first in range(0, eighth, size):
-        numbers = unpacker(pieces[..., first : first + size], band.bits)
+        numbers = unpacker(pieces[..., first : first + size], bits)
         product = torch.matmul(rows, numbers.flatten(-2))
         logits[..., first : first + size] = product.unflatten(-1, (8, -1))
-    return logits.flatten(-2)[..., : band.num_tokens]
+    return logits.flatten(-2)[..., :num_tokens]
 
 
-def band_mix(weights: Tensor, bands: list[Band], dtype: torch.dtype) -> Tensor:
+def band_mix(weights: Tensor, bands: list[Band], dtype: torch.dtype, products: PackedProducts) -> Tensor:
     """fp32 mixed coefficients [B, Hc, P, R] of fp32 weights [B, Hc, P, N]; products are computed in `dtype`."""
     total = weights.sum(-1, keepdim=True)
     mixed = []
@@ -140,29 +173,40 @@ def band_mix(weights: Tensor, bands: list[Band], dtype: torch.dtype) -> Tensor:
         if band.bits == DENSE_BITS:
             part = torch.matmul(weights.to(dtype), band.codes[..., : band.num_tokens].to(dtype).mT).float()
         else:
-            part = _packed_mix(weights.to(dtype), band)
+            check_lines(band)
+            part = products.mix(weights.to(dtype), band.codes, band.bits)
         if band.offset:
             part = part + band.offset * total
         mixed.append(part if band.step is None else part * band.step.float().unsqueeze(2))
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=-1)
 
 
-def _packed_mix(weights: Tensor, band: Band) -> Tensor:
-    """Sums [B, Hc, P, R] of the raw codes of a packed band, weighted, a tile of tokens at a time."""
-    check_lines(band)
-    batch, streams, count, _ = weights.shape
-    pieces = band.codes.unflatten(-1, (band.bits, -1))
-    eighth = pieces.shape[-1]
-    padding = 8 * eighth - weights.shape[-1]
-    eighths = torch.nn.functional.pad(weights, (0, padding)).unflatten(-1, (8, eighth))
-    mixed = torch.zeros(batch, streams, count, band.num_coefficients, dtype=torch.float32, device=weights.device)
+def packed_mix(weights: Tensor, codes: Tensor, bits: int) -> Tensor:
+    """Weighted sums of the raw codes of packed lines, a tile of tokens at a time.
+
+    Args:
+        weights: [B, Hc, P, N].
+        codes: uint8 [B, Hc, R, bytes].
+        bits: 1..8.
+
+    Returns:
+        fp32 [B, Hc, P, R].
+    """
+    batch, streams, count, num_tokens = weights.shape
+    pieces = codes.unflatten(-1, (bits, -1))
+    num_coefficients, eighth = codes.shape[2], pieces.shape[-1]
+    eighths = F.pad(weights, (0, 8 * eighth - num_tokens)).unflatten(-1, (8, eighth))
+    mixed = torch.zeros(batch, streams, count, num_coefficients, dtype=torch.float32, device=weights.device)
     unpacker = Unpacker(weights.dtype, weights.device)
-    size = tile_length(8 * batch * streams * band.num_coefficients, eighth)
+    size = tile_length(8 * batch * streams * num_coefficients, eighth)
     for first in range(0, eighth, size):
-        numbers = unpacker(pieces[..., first : first + size], band.bits)
+        numbers = unpacker(pieces[..., first : first + size], bits)
         tile = eighths[..., first : first + size].flatten(-2)
         mixed += torch.matmul(tile, numbers.flatten(-2).mT)
     return mixed
+
+
+TORCH_PRODUCTS = PackedProducts(packed_logits, packed_mix)
 
 
 def quantised_attention(
