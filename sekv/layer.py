@@ -15,6 +15,7 @@ from kvcore.budget import Budget, ModelSpec
 from kvcore.cache import CacheLayer, LayerPrompt
 from kvcore.state import HostState
 from sekv.attention import Part, mixed_attention
+from sekv.factors import FactorStore, factorise
 from sekv.lowrank import check_finite
 from sekv.maps import HIDDEN, Decision, SpanMap, StepView, TokenMap
 from sekv.options import SeKVOptions
@@ -82,7 +83,7 @@ class SeKVLayer(CacheLayer):
         self.observer: PromptObserver | None = PromptObserver(options.warm_queries)
         self.window: Window | None = None
         self.codec: RowCodec | None = None
-        self.store: TokenStore | None = None
+        self.store: TokenStore | FactorStore | None = None
         self.sketch: Sketch | None = None
         self.map: TokenMap | SpanMap | None = None
         self.slots: Slots | None = None
@@ -136,21 +137,34 @@ class SeKVLayer(CacheLayer):
         spans, tokens = self.shared.spans.lengths.shape[1], self.store.used
         if any(plan.mapped for plan in plans):
             index = self.shared.spans.padded(tokens, spans)[:, :-1]
+            assert isinstance(self.store, TokenStore)
             keys, values = self.codec.decode(self.store.all_rows(device))
             dtype = self.options.coarse_dtype(self.spec)
             self.map = build_map(self.options, keys, values, index, spans, surprisal, self.sketch, dtype)
+            self._factorise(index, spans)
         self.sketch = None  # the map owns it
         token, rank = first_slots(self.host.warm_scores.to(device), segments, plans)
         self.host.warm_scores = None
         self.slots = Slots(self._rows_at(token.clamp_min(0)), token, rank)
         self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), max(plan.buffer for plan in plans))
 
+    def _factorise(self, span_of_token: Tensor, num_spans: int) -> None:
+        """Low-rank factors instead of raw rows, where they are smaller (`max_rank`)."""
+        if self.options.max_rank == 0:
+            return
+        assert isinstance(self.store, TokenStore)
+        where = f"layer {self.layer_idx}"
+        self.store, ranks = factorise(
+            self.store, span_of_token, num_spans, self.options.max_rank, self.router, self.layer_idx, where
+        )
+        self.shared.statistics.record_rank(ranks)
+
     def _rows_at(self, token: Tensor) -> Rows:
         """Rows [B, Hkv, n, 2 d] of the tokens [B, Hkv, n]."""
         assert self.store is not None
         batch, num_kv_heads, count = token.shape
         head = torch.arange(batch * num_kv_heads, device=token.device).repeat_interleave(count)
-        rows = self.store.fetch(head, token.flatten(), token.device)
+        rows, _ = self.store.fetch(head, token.flatten(), token.device)
         return rows.map(lambda t: t.unflatten(0, (batch, num_kv_heads, count)))
 
     # --- decode
@@ -229,8 +243,8 @@ class SeKVLayer(CacheLayer):
             first = counts.flatten().cumsum(0) - counts.flatten()
             rank = torch.arange(head.shape[0], device=want.device) - first[head]
             live = torch.arange(width, device=want.device) < counts.unsqueeze(-1)
-        rows = self.store.fetch(head, moved, want.device)
-        self.fetched_bytes += rows.nbytes if self.options.offload else 0
+        rows, moved_bytes = self.store.fetch(head, moved, want.device)
+        self.fetched_bytes += moved_bytes if self.options.offload else 0
         token = torch.full((*want.shape[:2], width), self.store.used, device=want.device)
         token.flatten(0, 1)[head, rank] = moved
         return Fetched(self.shared.buffer.place(rows, head, rank, width), token, live)
@@ -244,10 +258,10 @@ class SeKVLayer(CacheLayer):
             self._attended += float((self.shared.spans.lengths > 0).sum(1).float().mean())  # type: ignore[union-attr]
         if fetched is not None:
             keys, values = self.codec.decode(fetched.rows)
-            shown = self._over_heads(fetched.live.unsqueeze(2))
+            hidden = self._over_heads(~fetched.live.unsqueeze(2))
+            logits = _masked(dot(query, keys).float(), hidden)
             visible = decision.fetched_visible(fetched.token)
-            shown = shown if visible is None else shown & visible
-            parts.append(Part(dot(query, keys).float().masked_fill(~shown, HIDDEN), values))
+            parts.append(Part(_masked(logits, None if visible is None else ~visible), values))
             self._attended += float(fetched.live.sum(-1).float().mean())
         return parts
 

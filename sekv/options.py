@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ class SeKVOptions:
     directions: int = 1
     tau: float = 0.5
     global_threshold: bool = False
-    sketch_dims: int = 32
+    sketch_dims: int = 24
     sketch_bits: int = 4
     query_aware: bool = True
     window: int = 32
@@ -94,6 +95,10 @@ class SeKVOptions:
                 raise ValueError(f"sekv.{name} must be {rule}; received {getattr(self, name)!r}")
         if self.gates and self.max_rank == 0:
             raise ValueError("sekv.gates=true needs factors to prune: set max_rank (published: 32)")
+        if self.max_rank and self.row_bits:
+            raise ValueError(
+                f"sekv.max_rank={self.max_rank} factors exact rows: set row_bits=0 (received {self.row_bits})"
+            )
         if self.summary == "sketch" and (self.decision != "mass" or self.maps == "tied"):
             raise ValueError(
                 "sekv.summary=sketch estimates attention mass: it needs decision=mass and maps=none or untied; "
@@ -118,7 +123,7 @@ class SeKVOptions:
         """Whether the surprisal of the prompt is used at all."""
         return self.segmentation != "fixed" or self.weighted_summary
 
-    def router_form(self) -> dict[str, object]:
+    def router_form(self) -> dict[str, Any]:
         """The form of the router, without the backbone's shape."""
         return {
             "maps": self.maps,

@@ -112,8 +112,8 @@ class TokenStore(BatchedState):
         data = self.data[:, :, : self.used].to(device)
         return Rows(data, None if self.scale is None else self.scale[:, :, : self.used].to(device))
 
-    def fetch(self, head: Tensor, token: Tensor, device: torch.device) -> Rows:
-        """Rows [n, 2 d] on `device` of n tokens.
+    def fetch(self, head: Tensor, token: Tensor, device: torch.device) -> tuple[Rows, int]:
+        """Rows [n, 2 d] on `device` of n tokens, and the bytes that were moved.
 
         Args:
             head: [n] flat index b * Hkv + h.
@@ -128,7 +128,8 @@ class TokenStore(BatchedState):
                 chosen = chosen.pin_memory()
             return chosen.to(device, non_blocking=self.pin)
 
-        return Rows(move(self.data), None if self.scale is None else move(self.scale))
+        rows = Rows(move(self.data), None if self.scale is None else move(self.scale))
+        return rows, rows.nbytes
 
 
 class HostTokenStore(TokenStore, HostState):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 
@@ -25,15 +25,15 @@ class ZoomStatistics:
     """
 
     def __init__(self, num_layers: int, num_heads: int) -> None:
-        self.expanded = torch.zeros(num_layers, num_heads)
-        self.available = torch.zeros(num_layers)
-        self.steps = torch.zeros(num_layers)
+        self.expanded = np.zeros((num_layers, num_heads))
+        self.available = np.zeros(num_layers)
+        self.steps = np.zeros(num_layers)
         self.zoomed_bytes = self.moved_bytes = self.cache_bytes = 0
         self.rank_sum = self.rank_count = 0.0
 
     def record(self, layer: int, zoomed: Tensor, available: float) -> None:
         """One step: units zoomed into by each row and query head [B, Hq], and units at hand per row."""
-        self.expanded[layer] += zoomed.sum(0).cpu()
+        self.expanded[layer] += zoomed.sum(0).cpu().numpy()
         self.available[layer] += available * zoomed.shape[0]
         self.steps[layer] += zoomed.shape[0]
 
@@ -49,9 +49,9 @@ class ZoomStatistics:
 
     def summary(self) -> ZoomSummary:
         """Means over everything recorded."""
-        steps = self.steps.clamp_min(1)
+        steps = np.maximum(self.steps, 1)
         return ZoomSummary(
-            frequency=(self.expanded / self.available.clamp_min(1)[:, None]).tolist(),
+            frequency=(self.expanded / np.maximum(self.available, 1)[:, None]).tolist(),
             units_per_step=float((self.expanded / steps[:, None]).mean()),
             effective_rank=self.rank_sum / self.rank_count if self.rank_count else None,
             hit_rate=1.0 - self.moved_bytes / self.zoomed_bytes if self.zoomed_bytes else None,

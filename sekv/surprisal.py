@@ -49,7 +49,8 @@ class SurprisalMeter:
 @torch.no_grad()
 def surprisal(lm_head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     """-log p(target) [B, T] in nats (fp32) of hidden states [B, T, D]; logits exist for one block at a time only."""
-    vocabulary = int(lm_head.weight.shape[0])  # type: ignore[union-attr,arg-type]
+    assert isinstance(lm_head.weight, Tensor)
+    vocabulary = lm_head.weight.shape[0]
     block = max(1, BLOCK_LOGITS // (vocabulary * hidden.shape[0]))
     pieces = []
     for start in range(0, hidden.shape[1], block):
