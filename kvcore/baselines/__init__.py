@@ -4,6 +4,7 @@ from kvcore.baselines.chunkkv import ChunkKV
 from kvcore.baselines.full import Full
 from kvcore.baselines.h2o import H2O
 from kvcore.baselines.kivi import Kivi
+from kvcore.baselines.kvquant import KVQuant
 from kvcore.baselines.minicache import MiniCache
 from kvcore.baselines.oracle_topk import OracleTopK
 from kvcore.baselines.pyramidkv import PyramidKV
@@ -19,6 +20,7 @@ __all__ = [
     "H2O",
     "ChunkKV",
     "Full",
+    "KVQuant",
     "Kivi",
     "MiniCache",
     "OracleTopK",

@@ -158,13 +158,13 @@ class KiviStore(CodecStore):
             beyond = torch.arange(start, stop) >= old[:, None]
             keys = _tokens(self.keys, start, stop).dequantize(query.dtype)
             values = _tokens(self.values, start, stop).dequantize(query.dtype)
-            output, lse = decode_attention(query, keys, values, scale, _bias(beyond, query.device))
+            output, lse = decode_attention(query, keys, values, scale, bias_of(beyond, query.device))
             outputs.append(output)
             lses.append(lse)
         if self.value_tail.tokens.shape[2]:
             width = self.value_tail.tokens.shape[2]
             before = torch.arange(width) < width - self.value_tail.counts[:, None]
-            bias = _bias(before, query.device)
+            bias = bias_of(before, query.device)
             output, lse = decode_attention(query, self._tail_keys(), self.value_tail.tokens, scale, bias)
             outputs.append(output)
             lses.append(lse)
@@ -251,7 +251,7 @@ def _by_size(counts: Tensor) -> list[tuple[Tensor, int]]:
     return [((counts == size).nonzero().flatten(), size) for size in counts.unique().tolist() if size > 0]
 
 
-def _bias(hidden: Tensor, device: torch.device) -> Tensor | None:
+def bias_of(hidden: Tensor, device: torch.device) -> Tensor | None:
     """Additive bias of a mask [B, N] of what to hide; None when nothing is."""
     return hide(hidden[:, None].to(device)) if bool(hidden.any()) else None
 
