@@ -83,6 +83,7 @@ def word_list(kind: str) -> tuple[str, ...]:
     return tuple(sorted({line.strip() for line in text.splitlines() if line.strip()}))
 
 
+@lru_cache(maxsize=2)
 def haystack_words(data_dir: str | None) -> list[str]:
     """Words of the filler text: essays of `data_dir` or of the data cache where there are some, else embedded text."""
     for path in _candidates(data_dir):

@@ -13,7 +13,7 @@ import string
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 
 from scipy.special import zeta
 
@@ -63,7 +63,7 @@ def fit(growth: Growth, seed: str, count: Counter, limit: int, guess: int | None
     def tokens(units: int) -> int:
         return count(growth.build(random.Random(seed), units))
 
-    units = guess if guess is not None else _search(tokens, growth, limit)
+    units = guess if guess is not None else _search(tokens, growth.least, growth.most, limit)
     while (length := tokens(units)) > limit:
         if units <= growth.least:
             raise LengthError(f"the smallest prompt takes {length} of {limit} tokens")
@@ -71,11 +71,11 @@ def fit(growth: Growth, seed: str, count: Counter, limit: int, guess: int | None
     return growth.build(random.Random(seed), units), units
 
 
-def _search(tokens: Callable[[int], int], growth: Growth, limit: int) -> int:
-    """Largest units within the limit, by doubling and bisection."""
-    low = high = growth.least
-    while tokens(high) <= limit and high != growth.most:
-        low, high = high, 2 * high if growth.most is None else min(2 * high, growth.most)
+def _search(tokens: Callable[[int], int], least: int, most: int | None, limit: int) -> int:
+    """Largest units within the limit, by doubling and bisection; `least` when even that is too long."""
+    low = high = least
+    while tokens(high) <= limit and high != most:
+        low, high = high, 2 * high if most is None else min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if tokens(middle) <= limit else (low, middle)
@@ -90,9 +90,6 @@ def make_growth(task: str, length: int, count_text: Callable[[str], int], haysta
         length: nominal length in tokens, generation included.
         count_text: tokens of a text, for the worked example of `vt`.
         haystack: words of the filler text.
-
-    Raises:
-        LengthError: the worked example of `vt` does not fit.
     """
     kind, args = task_configs()[task]["task"], task_configs()[task]["args"]
     if kind == "niah":
@@ -165,8 +162,7 @@ def _inserted(rng: random.Random, lines: Sequence[str], extra: Sequence[str]) ->
 
 def _between_sentences(rng: random.Random, words: Sequence[str], units: int, needles: Sequence[str]) -> str:
     """The first `units` words (repeated when there are fewer), needles on sentence borders at random depths."""
-    repeats = -(-units // len(words))
-    text = " ".join((list(words) * repeats)[:units])
+    text = " ".join(islice(cycle(words), units))
     sentences = _SENTENCE_END.split(text)
     places = sorted(len(sentences) * depth // 100 for depth in rng.sample(DEPTHS, len(needles)))
     for offset, (place, needle) in enumerate(zip(places, needles, strict=True)):
@@ -175,7 +171,7 @@ def _between_sentences(rng: random.Random, words: Sequence[str], units: int, nee
 
 
 def tracking_growth(num_hops: int, count_text: Callable[[str], int], example_tokens: int) -> Growth:
-    """vt: a chain of assignments in noise, after a worked example of at most `example_tokens` tokens."""
+    """vt: a chain of assignments in noise, after a worked example of about `example_tokens` tokens."""
     config = task_configs()["vt"]
 
     def chain(rng: random.Random, units: int, letters: int) -> Draft:
@@ -197,7 +193,9 @@ def tracking_growth(num_hops: int, count_text: Callable[[str], int], example_tok
         return Draft(solved, "", "", draft.references)
 
     least = num_hops + 1
-    _, example_units = fit(Growth(example, least), "example", lambda d: count_text(d.context), example_tokens)
+    # where a tokenizer spends more than that on the smallest example, the smallest it is
+    units = _search(lambda n: count_text(example(random.Random("example"), n).context), least, None, example_tokens)
+    example_units = max(units, least)
 
     def build(rng: random.Random, units: int) -> Draft:
         shown = example(rng, example_units)

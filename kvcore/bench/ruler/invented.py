@@ -10,7 +10,7 @@ import random
 
 from kvcore.bench.ruler.data import Question, QuestionSet, word_list
 
-NUM_QUESTIONS = 600
+NUM_QUESTIONS = 500
 
 
 def invented_questions(dataset: str, seed: int) -> QuestionSet:
