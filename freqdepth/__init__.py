@@ -1,4 +1,4 @@
-"""FreqDepthKV: depth-shared KV caches (https://arxiv.org/abs/2607.06519). Importing the package registers `freqdepth`."""
+"""FreqDepthKV: depth-shared KV caches (arXiv 2607.06519). Importing the package registers `freqdepth`."""
 
 from freqdepth.method import FreqDepth
 

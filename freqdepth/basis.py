@@ -56,7 +56,7 @@ class KltBasis(DepthBasis):
     """
 
     def __init__(self, basis: Tensor, widths: list[tuple[int, int]], weight: Tensor, dtype: torch.dtype) -> None:
-        """`basis`: orthonormal [S, D, R]; `widths`: (bits, columns) from the first column on; `weight`: [J, S, Hs, d]."""
+        """`basis`: orthonormal [S, D, R]; `widths`: (bits, columns) in column order; `weight`: [J, S, Hs, d]."""
         num_layers, _, num_heads, head_dim = weight.shape
         columns = basis.unflatten(1, (num_layers, num_heads * head_dim)).permute(1, 0, 3, 2)  # [J, S, R, Hs * d]
         self.weight = weight.to(dtype)

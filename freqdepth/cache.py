@@ -241,6 +241,10 @@ class FreqDepthCache(CompressedCache):
             if isinstance(self.budget.value, int):
                 block.drop_excess(tokens)
 
+    def row_tensors(self, row: int) -> list[Tensor]:
+        """Every stored tensor of one batch row, in a fixed order (rows are stored apart, without a batch dimension)."""
+        return [tensor for block in self.blocks for tensor in block.rows[row].tensors()]
+
     def stored_states(self) -> list[BatchedState]:
         if self.budget.is_full:
             return super().stored_states()

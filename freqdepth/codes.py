@@ -84,9 +84,9 @@ class Digits:
         return torch.add(high.float(), low, alpha=1 / (2 * _DIGIT)).mul_(self.scale)
 
 
-def integer_path(num_streams: int, rows: int, device: torch.device) -> bool:
-    """Whether the product of `rows` with codes goes through 8-bit integers (single-token steps on a CPU)."""
-    return device.type == "cpu" and num_streams == 1 and rows <= _INTEGER_ROWS
+def integer_path(rows: Tensor) -> bool:
+    """Whether the product of rows [S, P, K] with codes goes through 8-bit integers (single-token steps on a CPU)."""
+    return rows.device.type == "cpu" and rows.shape[0] == 1 and rows.shape[1] <= _INTEGER_ROWS
 
 
 class CoefficientClass(BatchedState):
@@ -190,7 +190,7 @@ class CoefficientStore(BatchedState):
     def logits(self, rows: Tensor) -> Tensor:
         """`rows · coefficients`: [S, P, R] -> [S, P, M], fp32."""
         scaled = rows.float() * self.step.unsqueeze(1)
-        digits = Digits(scaled[0]) if integer_path(*rows.shape[:2], rows.device) else None
+        digits = Digits(scaled[0]) if integer_path(rows) else None
         parts: list[Tensor] = []
         start = 0
         for group in self.classes:
@@ -215,7 +215,7 @@ class CoefficientStore(BatchedState):
         first = self.classes[0]
         main = F.pad(weights[..., : first.main_tokens], (0, padded(first.main_tokens) - first.main_tokens))
         parts = [main] if first.tail is None else [main, weights[..., first.main_tokens :]]
-        use_digits = integer_path(*weights.shape[:2], weights.device)
+        use_digits = integer_path(weights)
         digits = [Digits(part[0]) for part in parts] if use_digits else []
         total = weights.float().sum(-1, keepdim=True)
         outputs = []

@@ -131,8 +131,8 @@ class FreqDepth(Method):
             return
         if budget.scope == "layer":
             raise NotImplementedError(
-                f"method '{self.name}' keeps every token in few bits, so budget_scope='layer' (entries per layer) cannot "
-                "bound it. Use budget_scope='bytes'"
+                f"method '{self.name}' keeps every token in few bits, so budget_scope='layer' (entries per layer) "
+                "cannot bound it. Use budget_scope='bytes'"
             )
         if self.keys == "pre_rope" and spec.inverse_frequencies is None:
             raise NotImplementedError("keys=pre_rope needs a model with rotary positions; use keys=post_rope")

@@ -255,10 +255,8 @@ class ModeChooser:
             row.residual_keys = self._residual(fit.keys, fit.key_error, plan)
             row.residual_values = self._residual(fit.values, fit.value_error, plan)
         losses = dict(zip(plan.heads, plan.losses, strict=True))
-        modes = [
-            "exact" if h in plan.exact else "residual" if h in plan.residual else "shared"
-            for h in range(self.num_heads)
-        ]
+        named = {**dict.fromkeys(plan.exact, "exact"), **dict.fromkeys(plan.residual, "residual")}
+        modes = [named.get(head, "shared") for head in range(self.num_heads)]
         row.report = BlockReport(
             modes,
             [losses.get(head, 0.0) for head in range(self.num_heads)],

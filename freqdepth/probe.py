@@ -3,7 +3,8 @@
 Probe queries are taken from the attention function during the prefill: recent tokens, document boundaries and rows of
 high attention entropy. Nothing is recomputed and no T x T matrix exists: everything is P probe rows against n tokens.
 
-Legend: Hq query heads, H KV heads, G = Hq / H, n tokens of one row (padding excluded), P probe queries, d head dimension.
+Legend: Hq query heads, H KV heads, G = Hq / H, n tokens of one row (padding excluded), P probe queries,
+d head dimension.
 """
 
 from __future__ import annotations
