@@ -1,6 +1,7 @@
 """The methods that both papers compare with: one file each, registered on import."""
 
 from kvcore.baselines.chunkkv import ChunkKV
+from kvcore.baselines.compose import Compose
 from kvcore.baselines.full import Full
 from kvcore.baselines.h2o import H2O
 from kvcore.baselines.kivi import Kivi
@@ -19,6 +20,7 @@ from kvcore.baselines.streaming_llm import StreamingLLM
 __all__ = [
     "H2O",
     "ChunkKV",
+    "Compose",
     "Full",
     "KVQuant",
     "Kivi",

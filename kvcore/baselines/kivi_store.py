@@ -115,8 +115,7 @@ class KiviStore(CodecStore):
         for rows, count in _by_size((self.value_tail.counts - residual).clamp_min(0)):
             block = quantize(self.value_tail.oldest(rows, count), self.setting.bits, self.values.group_size, "channels")
             _put(self.values, rows, before_values[rows], block)
-        self.key_tail.trim()
-        self.value_tail.trim()
+        self.trim()
 
     def take_row(self, row: int) -> tuple[Tensor, Tensor]:
         length = int(self.lengths[row])
@@ -141,13 +140,20 @@ class KiviStore(CodecStore):
             for name in ("codes", "scale", "zero"):
                 target, source = getattr(mine, name), getattr(theirs, name)
                 target[rows] = 0
-                where = _token_dim(mine.along, name)
+                where = _token_dim(mine.along)
                 target[rows] = target[rows].slice_scatter(source[rows], where, 0, source.shape[where])
         for mine_tail, their_tail in ((self.key_tail, other.key_tail), (self.value_tail, other.value_tail)):
             width = max(mine_tail.tokens.shape[2], their_tail.tokens.shape[2])
             mine_tail.tokens = _left_pad(mine_tail.tokens, width)
             mine_tail.tokens[rows] = _left_pad(their_tail.tokens, width)[rows]
             mine_tail.counts[rows] = their_tail.counts[rows]
+
+    def trim(self) -> None:
+        """Give back the slots that no row fills."""
+        self.key_tail.trim()
+        self.value_tail.trim()
+        for stored, tail in ((self.keys, self.key_tail), (self.values, self.value_tail)):
+            _shrink(stored, int((self.lengths - tail.counts).max()))
 
     # --- reading
     def attend(self, query: Tensor, scale: float) -> tuple[list[Tensor], list[Tensor]]:
@@ -201,7 +207,7 @@ def _empty(
     return QuantizedTensor(bits, group, along, 0 if along == "tokens" else dim, codes, scale, scale.clone())
 
 
-def _token_dim(along: Along, name: str) -> int:
+def _token_dim(along: Along) -> int:
     """Dimension of `codes`, `scale` or `zero` [B, H, ...] that counts token groups (or tokens)."""
     return 3 if along == "tokens" else 2
 
@@ -212,11 +218,33 @@ def _widen(stored: QuantizedTensor, extra: int) -> None:
         return
     count = extra // stored.group_size if stored.along == "tokens" else extra
     for name in ("codes", "scale", "zero"):
-        tensor, dim = getattr(stored, name), _token_dim(stored.along, name)
+        tensor, dim = getattr(stored, name), _token_dim(stored.along)
         shape = (*tensor.shape[:dim], count, *tensor.shape[dim + 1 :])
         setattr(stored, name, torch.cat([tensor, tensor.new_zeros(shape)], dim=dim))
     if stored.along == "tokens":
         stored.length += extra
+
+
+def _shrink(stored: QuantizedTensor, tokens: int) -> None:
+    """Give back the slots behind the first `tokens` tokens."""
+    if stored.num_tokens <= tokens:
+        return
+    count = tokens // stored.group_size if stored.along == "tokens" else tokens
+    for name in ("codes", "scale", "zero"):
+        tensor = getattr(stored, name)
+        setattr(stored, name, tensor.narrow(_token_dim(stored.along), 0, count).clone())
+    if stored.along == "tokens":
+        stored.length = tokens
+
+
+def drop_front(stored: QuantizedTensor, rows: Tensor, count: int) -> None:
+    """Move the tokens of `rows` [r] forward over their first `count` ones (whole groups when along tokens)."""
+    step = count // stored.group_size if stored.along == "tokens" else count
+    if step == 0:
+        return
+    for name in ("codes", "scale", "zero"):
+        tensor = getattr(stored, name)
+        tensor[rows] = tensor[rows].roll(-step, dims=_token_dim(stored.along))
 
 
 def _put(stored: QuantizedTensor, rows: Tensor, starts: Tensor, block: QuantizedTensor) -> None:
