@@ -1,5 +1,6 @@
 """Importing this module registers every benchmark."""
 
+from kvcore.bench.efficiency import Efficiency
 from kvcore.bench.fidelity import Fidelity
 from kvcore.bench.gsm8k import GSM8K
 from kvcore.bench.humaneval import HumanEval
@@ -9,4 +10,14 @@ from kvcore.bench.niah import NeedleInAHaystack
 from kvcore.bench.ruler import Ruler
 from kvcore.bench.samsum import SAMSum
 
-__all__ = ["GSM8K", "Fidelity", "HumanEval", "InfiniteBench", "LongBench", "NeedleInAHaystack", "Ruler", "SAMSum"]
+__all__ = [
+    "GSM8K",
+    "Efficiency",
+    "Fidelity",
+    "HumanEval",
+    "InfiniteBench",
+    "LongBench",
+    "NeedleInAHaystack",
+    "Ruler",
+    "SAMSum",
+]

@@ -6,11 +6,11 @@ import json
 from decimal import Decimal
 
 import pytest
+from shared_data import first_records, shared
 
 from kvcore.bench.base import build_bench
 from kvcore.bench.gsm8k.data import examples_text, prompts, question_text
 from kvcore.bench.gsm8k.scoring import answer_number, last_number, marked_number, score
-from tests.bench.shared_data import first_records, shared
 
 STOPS = ("Question:",)
 

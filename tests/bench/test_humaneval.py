@@ -7,12 +7,12 @@ import json
 import sys
 
 import pytest
+from shared_data import shared
 
 from kvcore.bench.base import build_bench
 from kvcore.bench.humaneval.data import prompts
 from kvcore.bench.humaneval.sandbox import Limits, protection, run_program
 from kvcore.bench.humaneval.scoring import check, completion_of
-from tests.bench.shared_data import shared
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limited process needs Linux's limits")
 PROBLEM = {

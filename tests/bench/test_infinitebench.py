@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from shared_data import first_records, shared
 
 from kvcore.bench.base import build_bench
 from kvcore.bench.infinitebench.data import TASKS, max_new_tokens, split_prompt, template_names
 from kvcore.bench.infinitebench.scoring import label_of, score
-from tests.bench.shared_data import first_records, shared
 
 CHOICE = {"answer": ["Ann"], "options": ["Bob", "Ann", "Eve", "Joe"]}
 

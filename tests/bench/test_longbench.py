@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from shared_data import ROOT, first_records, shared
 
 from kvcore.bench.base import build_bench
 from kvcore.bench.longbench.data import task_configs
 from kvcore.bench.longbench.scoring import classification, first_code_line, length_bucket, score
 from kvcore.bench.truncation import cut_middle
-from tests.bench.shared_data import ROOT, first_records, shared
 
 FEW_SHOT = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
 

@@ -9,11 +9,11 @@ import re
 from itertools import pairwise
 
 import pytest
+from shared_data import first_records, shared
 
 from kvcore.bench.base import Sample, build_bench
 from kvcore.bench.ruler.data import fragment, read_questions, singular, split_prompt, task_configs, word_list
 from kvcore.bench.ruler.generate import LengthError, fit, make_growth, needle_growth, question_growth
-from tests.bench.shared_data import first_records, shared
 
 TASKS = tuple(task_configs())
 WORDS = ("Some text of our own. It has sentences! Does it? Yes, it does, and some of them are longer. " * 40).split()

@@ -1,0 +1,3 @@
+from kvcore.bench.efficiency.task import Efficiency
+
+__all__ = ["Efficiency"]
