@@ -91,7 +91,8 @@ class SeKVCache(CompressedCache):
             for segment_, length, window in zip(segments, lengths, windows, strict=True)
         ]
         assert first.store is not None and first.shared is not None
-        width = first.store.used
+        # rows too short for a map need no spans
+        width = first.store.used if any(plan.mapped for plan in plans) else 0
         first.shared.spans = self._shared_spans(segments, plans, width, lengths)
         weights = None
         if first.options.weighted_summary:

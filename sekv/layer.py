@@ -6,7 +6,7 @@ tokens, Q new tokens, d head dimension. Token i of the map is token i of the row
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from sekv.slots import Slots
 from sekv.summary import span_directions, span_means
 from sekv.window import Window
 
+WIDTH_STEP = 16  # fetched tokens per KV head are padded to multiples of this
+
 
 class HostTensors(HostState):
     """Small tensors that only prefill and window overflow need.
@@ -41,13 +43,6 @@ class HostTensors(HostState):
 
     def __init__(self, analysis: Tensor | None, warm_scores: Tensor | None) -> None:
         self.analysis, self.warm_scores = analysis, warm_scores
-
-
-class Echo:
-    """The latest step's exact logits over prompt tokens, for coverage measurements (not part of the memory)."""
-
-    def __init__(self) -> None:
-        self.logits: list[Tensor] = []
 
 
 @dataclass
@@ -90,9 +85,9 @@ class SeKVLayer(CacheLayer):
         self.host: HostTensors | None = None
         self.plans: list[Plan] = []
         self.pinned: list[int] = []
+        self._capacity: list[int] = []
         self.prompt_lengths: list[int] = []
         self.step = self.blocks = 0
-        self.echo = Echo()
 
     # --- prefill
     def observe(self, query: Tensor, keys: Tensor, padding: list[int], scale: float) -> None:
@@ -146,6 +141,7 @@ class SeKVLayer(CacheLayer):
         token, rank = first_slots(self.host.warm_scores.to(device), segments, plans)
         self.host.warm_scores = None
         self.slots = Slots(self._rows_at(token.clamp_min(0)), token, rank)
+        self._capacity = [plan.slots for plan in plans]
         self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), max(plan.buffer for plan in plans))
 
     def _factorise(self, span_of_token: Tensor, num_spans: int) -> None:
@@ -200,7 +196,6 @@ class SeKVLayer(CacheLayer):
             parts += self._zoomed_parts(query, decision, fetched)
             self._after(decision, fetched)
         self._count_slots(slot_visible)
-        self._listen(recent, exact, fetched, parts)
         return mixed_attention(parts)
 
     def _view(self, query: Tensor, recent: Part, exact: Part) -> StepView:
@@ -228,12 +223,13 @@ class SeKVLayer(CacheLayer):
         want = decision.want
         wanted = want >= 0
         counts = wanted.sum(-1)
-        width = int(counts.max()) if want.shape[-1] else 0
-        if width == 0:
+        width, largest = int(counts.max()) if want.shape[-1] else 0, max(plan.buffer for plan in self.plans)
+        if width == 0 or largest == 0:
             return None
+        # few distinct widths: a row's arithmetic does not depend on how much another row fetches
+        width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, largest, want.shape[-1])
         room = torch.tensor([plan.buffer for plan in self.plans], device=want.device)
         if bool((counts > room[:, None]).any()):
-            width = min(width, int(room.max()))
             best, token = want.topk(width, dim=-1)
             live = (best >= 0) & (torch.arange(width, device=want.device) < room[:, None, None])
             head, rank = live.flatten(0, 1).nonzero(as_tuple=True)
@@ -299,13 +295,16 @@ class SeKVLayer(CacheLayer):
         """The window is full: its oldest block becomes a span, on the host and in the map, and enters the slots."""
         assert self.window is not None and self.store is not None and self.codec is not None
         assert self.shared.spans is not None and self.slots is not None and self.host is not None
-        keys, values, live = self.window.pop_block()
+        keys, values = self.window.pop_block()
+        live = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool, device=keys.device)
         first = self.store.used
         rows = self.codec.encode(keys, values)
         self.store.append(rows)
         mapped = torch.tensor([plan.mapped for plan in self.plans], device=live.device)
         self.blocks += 1
-        if self.shared.blocks < self.blocks:  # the first layer that spills extends the shared spans for all
+        if (
+            self.map is not None and self.shared.blocks < self.blocks
+        ):  # the first layer that spills extends the shared spans for all
             self.shared.spans.extend(live & mapped[:, None])
             self.shared.blocks = self.blocks
         if self.map is not None:
@@ -324,38 +323,45 @@ class SeKVLayer(CacheLayer):
             self.slots.put(rows, token, live[:, None].expand(token.shape), self.step)
 
     def _grow(self) -> None:
-        """Slots and buffer follow the budget of the longer rows."""
+        """Slots and buffer follow the budget of the longer rows; a map that no longer fits is given up."""
         assert self.slots is not None and self.window is not None and self.shared.spans is not None
-        plans = []
-        for row, plan in enumerate(self.plans):
-            tokens = self.prompt_lengths[row] + self.step
-            spans = int((self.shared.spans.lengths[row] > 0).sum())
-            pinned = self.pinned[row]
-            new = self.planner.plan(tokens, plan.window, self.window.block, pinned, spans)
-            slots = max(new.slots, plan.slots) if new.mapped == plan.mapped else plan.slots
-            plans.append(replace(plan, slots=slots, buffer=max(new.buffer, plan.buffer) if plan.mapped else 0))
-        self.plans = plans
-        self.slots.grow([plan.slots for plan in plans])
-        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), max(plan.buffer for plan in plans))
+        spans = (self.shared.spans.lengths > 0).sum(1).tolist()
+        self.plans = [
+            self.planner.plan(length + self.step, plan.window, self.window.block, pinned, count, plan.mapped)
+            for length, plan, pinned, count in zip(self.prompt_lengths, self.plans, self.pinned, spans, strict=True)
+        ]
+        if self.map is not None and not any(plan.mapped for plan in self.plans):
+            self.map = None
+            self.shared.retire_map()
+        capacity = [plan.slots for plan in self.plans]
+        if capacity != self._capacity:
+            self._capacity = capacity
+            self.slots.resize(capacity)
+        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), max(plan.buffer for plan in self.plans))
+
+    def select_rows(self, rows: Tensor) -> None:
+        super().select_rows(rows)
+        order = rows.tolist()
+        self.plans = [self.plans[row] for row in order]
+        self.pinned = [self.pinned[row] for row in order]
+        self.prompt_lengths = [self.prompt_lengths[row] for row in order]
+        self._capacity = [self._capacity[row] for row in order]
 
     # --- measurement
     def cache_bytes(self) -> int:
         """Device bytes of the slots."""
         return 0 if self.slots is None else sum(t.nbytes for t in self.slots.tensors())
 
-    def _listen(self, recent: Part, exact: Part, fetched: Fetched | None, parts: list[Part]) -> None:
-        """Remember the exact logits over prompt tokens."""
-        assert self.slots is not None
-        prompt = min(self.prompt_lengths)
-        kept = [recent.logits[..., : max(0, recent.logits.shape[-1] - self.step)]]
-        late = self._over_heads((self.slots.token >= prompt).unsqueeze(2))
-        kept.append(_masked(exact.logits, late))
-        if fetched is not None:
-            kept.append(_masked(parts[-1].logits, self._over_heads((fetched.token >= prompt).unsqueeze(2))))
-        self.echo.logits = kept
-
     def attended_lse(self, query: Tensor, scale: float) -> Tensor | None:
-        return torch.logsumexp(torch.cat(self.echo.logits, dim=-1), dim=-1) if self.echo.logits else None
+        """Over slots and window as the step left them; slots hold what it fetched."""
+        assert self.window is not None and self.slots is not None and self.codec is not None
+        recent_keys, _, hidden = self.window.view()
+        old = max(0, recent_keys.shape[2] - self.step)  # the window's tokens that belong to the prompt
+        recent = _masked(dot(query * scale, recent_keys).float(), hidden)[..., :old]
+        late = self.slots.token >= min(self.prompt_lengths)
+        gone = self._over_heads(((self.slots.token < 0) | late).unsqueeze(2))
+        exact = _masked(dot(query * scale, self.slots.decode(self.codec)[0]).float(), gone)
+        return torch.logsumexp(torch.cat([recent, exact], dim=-1), dim=-1)
 
 
 def _masked(logits: Tensor, hidden: Tensor | None) -> Tensor:

@@ -84,7 +84,7 @@ class Planner:
         shared = (mapped_tokens * MAP_INDEX_BYTES + 4 * spans) / (self.spec.num_layers * self.spec.num_kv_heads)
         return total + shared
 
-    def plan(self, tokens: int, window: int, block: int, pinned: int, spans: int) -> Plan:
+    def plan(self, tokens: int, window: int, block: int, pinned: int, spans: int, may_map: bool = True) -> Plan:
         """The split of a row.
 
         Args:
@@ -92,6 +92,7 @@ class Planner:
             window, block: from `window`, of the prompt.
             pinned: sinks and anchors.
             spans: S.
+            may_map: False once the row has given up its map.
         """
         entry = self.spec.entry_bytes
         allowed = self.budget.share(tokens) * tokens * entry - (window + block) * entry
@@ -109,7 +110,8 @@ class Planner:
             buffer = max(0, min(buffer, math.floor(left * self.spec.num_layers / (2 * self.row_bytes))))
             left -= buffer * self.row_bytes / self.spec.num_layers
         slots = math.floor(left / slot_cost) if self.options.factor_cache else pinned
-        if mapped > 0 and buffer > 0 and left >= (pinned + MIN_SLOTS * self.options.factor_cache) * slot_cost:
+        zooms = buffer > 0 or self.options.max_zoom == 0
+        if may_map and mapped > 0 and zooms and left >= (pinned + MIN_SLOTS * self.options.factor_cache) * slot_cost:
             return Plan(window, block, True, min(slots, mapped), buffer)
         bare = math.floor((allowed - 4 * self.spec.head_dim * bool(self.options.row_bits)) / slot_cost)
         return Plan(window, block, False, max(0, min(bare, mapped)), 0)

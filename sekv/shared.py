@@ -33,6 +33,11 @@ class SharedSpans(BatchedState):
         self.span_of_token = torch.cat([self.span_of_token, span], dim=1)
         self.lengths = torch.cat([self.lengths, live.sum(1, keepdim=True).to(self.lengths.dtype)], dim=1)
 
+    def clear(self) -> None:
+        """Drop the spans; the rows' lengths stay."""
+        self.span_of_token = self.span_of_token[:, :0].clone()
+        self.lengths = self.lengths[:, :0].clone()
+
     def padded(self, tokens: int, spans: int) -> Tensor:
         """int64 [B, tokens + 1]: spans of the first tokens, `spans` for those of no span and in the last column."""
         index = self.span_of_token[:, :tokens].long()
@@ -52,8 +57,8 @@ class ExpansionBuffer(BatchedState):
         self.scale: Tensor | None = None
 
     def reserve(self, like: Rows, width: int) -> None:
-        """Room for `width` rows per row and KV head, in the form of the stored rows `like` [B, Hkv, ...]."""
-        if self.data is None or self.data.shape[2] < width:
+        """Exactly `width` rows per row and KV head, in the form of the stored rows `like` [B, Hkv, ...]."""
+        if self.data is None or self.data.shape[2] != width:
             self.data = like.data.new_zeros(*like.data.shape[:2], width, like.data.shape[3])
             self.scale = None if like.scale is None else like.scale.new_zeros(*like.scale.shape[:2], width, 1)
 
@@ -78,10 +83,18 @@ class Shared:
         buffer: the expansion buffer.
         statistics: what was zoomed into.
         blocks: window blocks that became spans.
+        maps: layers that still have a map.
     """
 
     def __init__(self, num_layers: int, num_heads: int) -> None:
         self.spans: SharedSpans | None = None
         self.buffer = ExpansionBuffer()
         self.blocks = 0
+        self.maps = num_layers
         self.statistics = ZoomStatistics(num_layers, num_heads)
+
+    def retire_map(self) -> None:
+        """A layer has given up its map; the spans go with the last one."""
+        self.maps -= 1
+        if self.maps == 0 and self.spans is not None:
+            self.spans.clear()

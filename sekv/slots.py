@@ -80,18 +80,36 @@ class Slots(BatchedState):
         chosen = torch.where(live.unsqueeze(-1), source[:, :, : slot.shape[2]], target.gather(2, index))
         target.scatter_(2, index, chosen)
 
-    def grow(self, capacity: list[int]) -> None:
-        """Make `capacity[row]` slots available to every row; new ones are empty."""
-        extra = max(capacity) - self.count
-        if extra > 0:
+    def resize(self, capacity: list[int]) -> None:
+        """Make `capacity[row]` slots available to every row; new ones are empty, the lowest ranks are given up."""
+        width = max(capacity)
+        if width > self.count:
+            extra = width - self.count
             self.data = _grown(self.data, extra, 0)
             self.scale = None if self.scale is None else _grown(self.scale, extra, 0)
             self.token = _grown(self.token.unsqueeze(-1), extra, -1).squeeze(-1)
             self.rank = _grown(self.rank.unsqueeze(-1), extra, PINNED).squeeze(-1)
+        elif any(held > limit for held, limit in zip(self._available(), capacity, strict=True)):
+            self._keep_best(width)
         limit = torch.tensor(capacity, device=self.rank.device)[:, None, None]
-        opened = (torch.arange(self.count, device=self.rank.device) < limit) & (self.token < 0)
-        self.rank = self.rank.masked_fill(opened, EMPTY)
+        available = torch.arange(self.count, device=self.rank.device) < limit
+        self.token = self.token.masked_fill(~available, -1)
+        self.rank = self.rank.masked_fill(self.token < 0, EMPTY).masked_fill(~available, PINNED)
         self.holes = bool((self.token < 0).any())
+
+    def _available(self) -> list[int]:
+        """Slots available to each row."""
+        taken = (self.token[:, 0] < 0) & (self.rank[:, 0] == PINNED) if self.count else self.token[:, 0]
+        return [self.count - int(row.sum()) for row in taken]
+
+    def _keep_best(self, width: int) -> None:
+        """Reorder by falling rank, empty slots last, and keep `width` slots."""
+        order = self.rank.masked_fill(self.token < 0, EMPTY).argsort(dim=-1, descending=True, stable=True)[..., :width]
+        self.token, self.rank = self.token.gather(-1, order), self.rank.gather(-1, order)
+        rows = order.unsqueeze(-1)
+        self.data = self.data.gather(2, rows.expand(*order.shape, self.data.shape[3]))
+        if self.scale is not None:
+            self.scale = self.scale.gather(2, rows)
 
     @staticmethod
     def slot_bytes(row_bytes: int) -> int:

@@ -12,11 +12,13 @@ from kvcore.state import BatchedState
 
 
 class Window(BatchedState):
-    """R slots, the first `filled` of them in use, oldest first; short rows begin later (`start`).
+    """R slots, the first `filled` of them in use, oldest first; rows with a shorter window begin later (`start`).
+
+    Every row gains one token per step and loses `block` tokens per overflow, so `start` never moves.
 
     Attributes:
         keys, values: [B, Hkv, R, d].
-        start: int64 [B], first slot that holds a token of the row.
+        start: int64 [B], first slot that the row uses.
         filled: slots in use.
     """
 
@@ -38,17 +40,16 @@ class Window(BatchedState):
         self.values[:, :, self.filled : self.filled + 1] = value
         self.filled += 1
 
-    def pop_block(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Take out the oldest `block` slots: keys, values [B, Hkv, block, d], and which hold tokens [B, block]."""
+    def pop_block(self) -> tuple[Tensor, Tensor]:
+        """Take out every row's oldest `block` tokens: keys and values [B, Hkv, block, d]."""
         block = self.block
-        keys, values = self.keys[:, :, :block].clone(), self.values[:, :, :block].clone()
-        live = torch.arange(block, device=self.start.device) >= self.start[:, None]
+        index = (self.start[:, None] + torch.arange(block, device=self.start.device))[:, None, :, None]
+        index = index.expand(-1, self.keys.shape[1], -1, self.keys.shape[3])
+        keys, values = self.keys.gather(2, index), self.values.gather(2, index)
         for tensor in (self.keys, self.values):
             tensor[:, :, : self.filled - block] = tensor[:, :, block : self.filled].clone()
         self.filled -= block
-        self.start = (self.start - block).clamp_min(0)
-        self._ragged = bool((self.start > 0).any())
-        return keys, values, live
+        return keys, values
 
     def view(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values [B, Hkv, filled, d], and which slots are hidden [B, 1, 1, filled] (None: none)."""
