@@ -102,7 +102,7 @@ class H2OLayer(AccumulatingLayer):
         num_keys, num_queries = keys.shape[2], query.shape[2]
         before, self._mass = self._mass, []
         for row, pad in enumerate(padding):
-            mass = keys.new_zeros(1, keys.shape[1], num_keys - pad, dtype=torch.float32)
+            mass = keys.new_zeros(1, keys.shape[1], max(num_keys - pad, 0), dtype=torch.float32)
             if before:
                 mass[:, :, : before[row].shape[2]] = before[row]
             real = min(num_queries, num_keys - pad)
