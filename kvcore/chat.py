@@ -6,6 +6,7 @@ the context's characters, so cutting it off changes no token.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,15 +86,22 @@ def _rendered(
         raise ValueError(
             "this tokenizer has no chat template; use an instruct model, or backbone.instruct=false for plain prompts"
         )
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    # the mark finds the cut even where a template trims or repeats text
-    messages.append({"role": "user", "content": context + _MARK + question})
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
-    )
-    assert isinstance(text, str)
-    head, _, tail = text.partition(_MARK)
-    return head, tail
+    before = [] if system is None else [{"role": "system", "content": system}]
+
+    def render(content: str) -> str:
+        text = tokenizer.apply_chat_template(
+            [*before, {"role": "user", "content": content}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=enable_thinking,
+        )
+        assert isinstance(text, str)
+        return text
+
+    # the mark finds the cut; blanks that a template trims off the whole message would survive beside it
+    text = render(context + question)
+    cut = len(os.path.commonprefix([text, render(context + _MARK + question).partition(_MARK)[0]]))
+    return text[:cut], text[cut:]
 
 
 def _single_bos(
