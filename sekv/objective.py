@@ -29,13 +29,11 @@ from sekv.teacher import (
     Capture,
     LayerCapture,
     capture,
-    half_precision,
     mine_queries,
-    plain_precision,
 )
 from sekv.train_config import TrainConfig
 from sekv.trainer import SampleResult
-from sekv.training_memory import ContextMemory, LayerMemory
+from sekv.training_memory import ContextMemory, LayerMemory, half_precision, plain_precision
 
 PARTS = ("listwise", "zoom", "reconstruction", "budget")
 
@@ -103,8 +101,9 @@ class SeKVObjective:
 
     def _teacher(self, ids: Tensor) -> Capture:
         context = ids.shape[1] - self.config.query_tokens
+        share = self.config.mined_share
         memory = ContextMemory(self.model, self.method, self.budget)
-        return capture(self.model, ids, context, memory, self.chunk_size, self.config.mixed_precision)
+        return capture(self.model, ids, context, memory, self.chunk_size, self.config.mixed_precision, mine=share < 1)
 
 
 class _SampleLosses:
@@ -128,7 +127,9 @@ class _SampleLosses:
     ) -> None:
         self.owner, self.router, self.teacher = owner, owner.router, teacher
         self.weights, self.scale, self.evaluating = weights, scale, evaluating
-        self.mined = mine_queries(teacher.far_mass, owner.config.mined_share)[0]
+        self.mined = torch.arange(owner.config.query_tokens, device=teacher.hidden.device)
+        if teacher.far_mass is not None:
+            self.mined = mine_queries(teacher.far_mass, owner.config.mined_share)[0]
         self.parts: list[dict[str, Tensor]] = []
         self.measures: list[dict[str, Tensor]] = []
 
@@ -176,10 +177,9 @@ class _SampleLosses:
             exact = dot(query, seen.keys[:, :, : memory.keys.shape[2]]).float()
             masses = exact if memory.by_token else router.span_mass(exact, memory.summary)
         calibrated = routing.resident if router.config.decision == "mass" else None
-        parts = {
-            "listwise": losses.listwise(routing.scores, masses, routing.valid, calibrated),
-            "budget": losses.masked_mean(routing.zoom, routing.valid),
-        }
+        parts = {"budget": losses.masked_mean(routing.zoom, routing.valid)}
+        if self.weights["listwise"] > 0 or self.evaluating:
+            parts["listwise"] = losses.listwise(routing.scores, masses, routing.valid, calibrated)
         if self.weights["zoom"] > 0:
             target = losses.coverage_target(masses, routing.valid, config.coverage)
             parts["zoom"] = losses.zoom_bce(routing.log_odds, target, routing.valid, config.positive_weight)
@@ -205,11 +205,12 @@ class _SampleLosses:
         parts = {
             name: torch.stack([layer[name].detach().float() for layer in self.parts])
             for name in PARTS
-            if name in self.parts[0] and (self.weights[name] > 0 or name == "listwise")
+            if name in self.parts[0] and (self.weights[name] > 0 or self.evaluating)
         }
         names = self.measures[0]
         measures = {name: torch.stack([layer[name].float() for layer in self.measures]).mean() for name in names}
-        loss = torch.stack([self.weights[name] * values.mean() for name, values in parts.items()]).sum()
+        weighted = [self.weights[name] * values.mean() for name, values in parts.items()]
+        loss = torch.stack([self.teacher.hidden.new_zeros((), dtype=torch.float32), *weighted]).sum()
         return SampleResult(parts, measures, loss)
 
     # --- the student

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvcore.attention import attach, prefill
 from kvcore.budget import Budget, ModelSpec
 from kvcore.cache import CacheLayer, CompressedCache, LayerPrompt
-from sekv.training_memory import ContextMemory
+from sekv.training_memory import ContextMemory, half_precision, plain_precision
 
 # Queries whose logits over the whole context exist at once.
 QUERY_BLOCK = 64
@@ -47,7 +47,8 @@ class Capture:
         context: T.
         layers: one capture per layer.
         hidden: [B, N, D] last hidden states after the final norm.
-        far_mass: [B, Q] mean share of attention that falls on the context before the local window.
+        far_mass: [B, Q] mean share of attention that falls on the context before the local window; None when queries
+            are not mined.
         memory: the SeKV cache of the context, as decoding would find it.
     """
 
@@ -55,7 +56,7 @@ class Capture:
     context: int
     layers: list[LayerCapture]
     hidden: Tensor
-    far_mass: Tensor
+    far_mass: Tensor | None
     memory: ContextMemory
 
 
@@ -63,10 +64,10 @@ class _CaptureLayer(CacheLayer):
     """Keeps what the losses need; never decodes."""
 
     def __init__(
-        self, spec: ModelSpec, budget: Budget, layer_idx: int, context: int, window: int, memory: ContextMemory
+        self, spec: ModelSpec, budget: Budget, layer_idx: int, context: int, memory: ContextMemory, mine: bool
     ) -> None:
         super().__init__(spec, budget, layer_idx)
-        self.context, self.window, self.memory = context, window, memory
+        self.context, self.memory, self.mine = context, memory, mine
         self.query: list[Tensor] = []
         self.far_mass: list[Tensor] = []
         self.captured: LayerCapture | None = None
@@ -84,8 +85,10 @@ class _CaptureLayer(CacheLayer):
         if new.shape[2] == 0:
             return
         self.query.append(new * scale)
+        if not self.mine:
+            return
         start = keys.shape[2] - new.shape[2]
-        far = max(self.context - self.window, 0)
+        far = max(self.context - self.memory.method.window, 0)
         self.far_mass += [
             _far_share(block, keys, start + offset * QUERY_BLOCK, far)
             for offset, block in enumerate(self.query[-1].split(QUERY_BLOCK, dim=2))
@@ -108,16 +111,6 @@ class _CaptureCache(CompressedCache):
 
     def chunk_prefilled(self, model: PreTrainedModel, input_ids: Tensor | None, hidden: Tensor) -> None:
         self.hidden.append(hidden)
-
-
-def half_precision(model: PreTrainedModel, mixed_precision: str) -> torch.autocast:
-    """Autocast of the backbone to bf16, when `mixed_precision` asks for it."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=mixed_precision == "bf16", cache_enabled=False)
-
-
-def plain_precision(like: Tensor) -> torch.autocast:
-    """No autocast: memory and losses keep their dtypes inside a backbone that runs under it."""
-    return torch.autocast(like.device.type, enabled=False)
 
 
 def _far_share(query: Tensor, keys: Tensor, position: int, far: int) -> Tensor:
@@ -150,6 +143,7 @@ def capture(
     memory: ContextMemory,
     chunk_size: int | None = None,
     mixed_precision: str = "no",
+    mine: bool = True,
 ) -> Capture:
     """One exact pass over samples without padding; no T x T or Q x T matrix exists.
 
@@ -160,6 +154,7 @@ def capture(
         memory: an empty SeKV cache to lead through the context.
         chunk_size: tokens per forward; None reads the sample in one.
         mixed_precision: `no` or `bf16`, of the backbone's own computation.
+        mine: measure how far the queries look (costs one more product of queries and keys).
 
     Raises:
         ValueError: no token before or after the context.
@@ -169,20 +164,18 @@ def capture(
         raise ValueError(f"a sample needs tokens before and after its context; received context={context} of {total}")
     spec, budget = attach(model), Budget(1.0)
 
-    window = memory.method.window
-
     def layers() -> list[CacheLayer]:
-        return [_CaptureLayer(spec, budget, index, context, window, memory) for index in range(spec.num_layers)]
+        return [_CaptureLayer(spec, budget, index, context, memory, mine) for index in range(spec.num_layers)]
 
     cache = _CaptureCache(spec, budget, layers, "teacher")
     cache.hidden = []
     with half_precision(model, mixed_precision):
         prefill(model, cache, input_ids, chunk_size=chunk_size)
     captured = [layer for layer in cache.layers if isinstance(layer, _CaptureLayer)]
-    far = torch.stack([torch.cat(layer.far_mass, dim=1) for layer in captured]).mean(dim=0)
+    far = torch.stack([torch.cat(layer.far_mass, dim=1) for layer in captured]).mean(dim=0) if mine else None
     states = [layer.captured for layer in captured if layer.captured is not None]
     hidden = torch.cat(cache.hidden, dim=1).to(spec.dtype)
-    memory.finish(input_ids[:, :context], hidden[:, :context])
+    memory.finish(input_ids[:, :context], hidden[:, :context], mixed_precision)
     return Capture(input_ids, context, states, hidden, far, memory)
 
 

@@ -26,6 +26,16 @@ from sekv.method import SeKV
 from sekv.routing import Router, Summary
 
 
+def half_precision(model: PreTrainedModel, mixed_precision: str) -> torch.autocast:
+    """Autocast of the backbone to bf16, when `mixed_precision` asks for it."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=mixed_precision == "bf16", cache_enabled=False)
+
+
+def plain_precision(like: Tensor) -> torch.autocast:
+    """No autocast: memory and losses keep their dtypes inside a backbone that runs under it."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
 @dataclass
 class LayerMemory:
     """One layer's memory of the context.
@@ -67,20 +77,18 @@ class LayerMemory:
 
 @dataclass
 class SpanFactors:
-    """Factors of the spans of one layer, padded to the widest.
+    """Factors of the long spans of one layer, padded to the widest.
 
     Attributes:
         keys, values: factors of [B, Hkv, S, w, d].
         mean_key: [B, Hkv, S, d].
-        slot: int64 [B, N], place of each token in the flat S · w rows; S · w for tokens of no span.
-        lengths: [B, S].
+        slot: int64 [B, N], place of each token in the flat S · w rows; S · w for tokens without factors.
     """
 
     keys: Factors
     values: Factors
     mean_key: Tensor
     slot: Tensor
-    lengths: Tensor
 
     def gated(self, router: Router) -> tuple[Tensor, Tensor]:
         """Gates [B, Hkv, S, R] of keys and of values."""
@@ -110,7 +118,8 @@ class ContextMemory:
     """
 
     def __init__(self, model: PreTrainedModel, method: SeKV, budget: Budget) -> None:
-        untrained = dataclasses.replace(method, checkpoint="none")
+        # spans stay raw here: their factors are gated anew in every forward, with gradients
+        untrained = dataclasses.replace(method, checkpoint="none", max_rank=0, gates=False)
         cache = untrained.new_cache(model, budget.value, budget.scope)
         assert isinstance(cache, SeKVCache)
         self.model, self.method, self.cache = model, method, cache
@@ -129,11 +138,12 @@ class ContextMemory:
         """All keys and values [B, Hkv, T, d] of the context."""
         self.layer(index).build(LayerPrompt(keys, values, [0] * keys.shape[0], scale))
 
-    def finish(self, input_ids: Tensor, hidden: Tensor) -> None:
+    def finish(self, input_ids: Tensor, hidden: Tensor, mixed_precision: str = "no") -> None:
         """Segment the context: ids [B, T] and hidden states [B, T, D]."""
         cache = self.cache
         cache._tokens, cache._padding = input_ids.shape[1], [0] * input_ids.shape[0]
-        cache.chunk_prefilled(self.model, input_ids, hidden)
+        with half_precision(self.model, mixed_precision):
+            cache.chunk_prefilled(self.model, input_ids, hidden)
         cache.prompt_prefilled()
         if self.layer(0).map is None:
             raise ValueError(
@@ -181,18 +191,22 @@ class ContextMemory:
 
     def _factors(
         self, layer: SeKVLayer, keys: Tensor, values: Tensor, span_of_token: Tensor, lengths: Tensor
-    ) -> SpanFactors:
-        slot, width = _places(span_of_token, lengths)
+    ) -> SpanFactors | None:
+        """Factors of the spans that are cheaper as factors, as `sekv.factors` chooses them."""
         rank, where = self.method.max_rank, f"layer {layer.layer_idx}"
-        summary = _summary(layer, span_of_token, lengths)
-        assert summary.mean_key is not None
-        padded = [_by_span(rows.float(), slot, lengths.shape[1], width) for rows in (keys, values)]
+        cheaper = lengths * keys.shape[3] <= rank * (lengths + keys.shape[3] + 1)
+        chosen = (~cheaper & (lengths > 0)).all(dim=0).nonzero().flatten()
+        if chosen.numel() == 0:
+            return None
+        number = torch.full((lengths.shape[1] + 1,), chosen.numel(), device=lengths.device)
+        number[chosen] = torch.arange(chosen.numel(), device=lengths.device)
+        slot, width = _places(number[span_of_token], lengths[:, chosen])
+        padded = [_by_span(rows.float(), slot, chosen.numel(), width) for rows in (keys, values)]
         return SpanFactors(
             truncated_svd(padded[0], rank, layer.layer_idx, f"{where}, keys"),
             truncated_svd(padded[1], rank, layer.layer_idx, f"{where}, values"),
-            summary.mean_key,
+            padded[0].sum(dim=3) / lengths[:, None, chosen, None],
             slot,
-            lengths,
         )
 
 
