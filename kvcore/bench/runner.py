@@ -29,6 +29,7 @@ from kvcore.environment import environment
 from kvcore.log import get_logger
 
 log = get_logger(__name__)
+LARGEST_GROUP = 16
 
 
 class OutputFolder:
@@ -128,7 +129,7 @@ def _run_bench(
     state: PartialState,
 ) -> None:
     samples = list(enumerate(bench.samples(backbone)))
-    groups = list(_groups(bench, samples))[state.process_index :: state.num_processes]
+    groups = list(_groups(bench, samples, state.num_processes))[state.process_index :: state.num_processes]
     keys = {id(run): plan.run_key(bench, run) for run in runs}
     total = sum(len(group) for group in groups) * len(runs)
     with _progress(bench.name, total, state.is_main_process) as advance:
@@ -165,13 +166,21 @@ def _run_bench(
             advance(len(rows))
 
 
-def _groups(bench: Benchmark, samples: list[tuple[int, Sample]]) -> Iterator[list[tuple[int, Sample]]]:
-    """Consecutive samples with the same context, which share one prefill."""
+def _groups(
+    bench: Benchmark, samples: list[tuple[int, Sample]], num_processes: int = 1
+) -> Iterator[list[tuple[int, Sample]]]:
+    """Consecutive samples with the same context, which share one prefill.
+
+    A group is what one process finishes before its rows are stored, so it is cut: every process gets a share of a
+    context that all samples have (few-shot prompts), and an interrupted run loses at most `LARGEST_GROUP` samples.
+    """
     if not isinstance(bench, GenerationBenchmark) or bench.compress_question:
         yield from ([one] for one in samples)
         return
     for _, group in itertools.groupby(samples, key=lambda item: (item[1].context, item[1].task)):
-        yield list(group)
+        members = list(group)
+        size = max(1, min(LARGEST_GROUP, -(-len(members) // num_processes)))
+        yield from (members[start : start + size] for start in range(0, len(members), size))
 
 
 def _sample_key(sample: Sample) -> str:
