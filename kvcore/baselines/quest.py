@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
-from kvcore.baselines.retrieval import SIZE_BYTES, RetrievalCache, RetrievalLayer, Units, check_options
+from kvcore.baselines.retrieval import SIZE_BYTES, RetrievalCache, RetrievalLayer, check_options
+from kvcore.baselines.retrieval_choice import Units
 from kvcore.baselines.retrieval_plan import Planner
 from kvcore.baselines.retrieval_store import Shared, hide
 from kvcore.budget import Budget, ModelSpec

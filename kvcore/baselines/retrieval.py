@@ -12,12 +12,12 @@ K fetched tokens, R rows that spill, c spilled tokens, N attended tokens, d head
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcore.baselines.retrieval_choice import Choice, Units, choose
 from kvcore.baselines.retrieval_plan import Planner, Split
 from kvcore.baselines.retrieval_store import HostStore, Part, Resident, Shared, TokenStore, hide, stack, widen
 from kvcore.budget import Budget, ModelSpec
@@ -34,38 +34,6 @@ class RetrievalCache(CompressedCache):
     def stored_states(self) -> list[BatchedState]:
         holders = [layer.shared for layer in self.layers if isinstance(layer, RetrievalLayer)]
         return [*self.layers, *(holder.workspace for holder in holders[:1])]
-
-
-@dataclass
-class Units:
-    """How the middle of one row's prompt is grouped.
-
-    Attributes:
-        order: [Hkv, m] token indices in host order: unit after unit.
-        sizes: [Hkv, U] tokens of each unit.
-        summaries: name -> [Hkv, U, ...].
-    """
-
-    order: Tensor
-    sizes: Tensor
-    summaries: dict[str, Tensor]
-
-
-@dataclass
-class Choice:
-    """What one step fetches.
-
-    Attributes:
-        index: [B, Hkv, K] host slots.
-        live: [B, Hkv, K] False where a slot is padding.
-        order: [B, Hkv, U] units, best first.
-        taken: [B, Hkv, U] in that order: the unit is fetched wholly.
-    """
-
-    index: Tensor
-    live: Tensor
-    order: Tensor
-    taken: Tensor
 
 
 class RetrievalLayer(CacheLayer):
@@ -168,7 +136,7 @@ class RetrievalLayer(CacheLayer):
         """Output [B, Hq, 1, d] of one query, and the mean attended entries per row and KV head."""
         parts, attended, quotas = self.resident.parts(), self.resident.mean_count, self.quotas()
         if max(quotas) > 0:
-            choice = self.choose(self.score(query, scale), quotas)
+            choice = choose(self.score(query, scale), self.sizes, quotas, self.whole_units)
             keys, values = self.shared.workspace.fetch(self.host, choice.index, query)
             tail, live = self.tail(choice), int(choice.live.sum())
             parts += [(keys, values, hide(~choice.live)), *tail]
@@ -181,23 +149,6 @@ class RetrievalLayer(CacheLayer):
         """Tokens that each row may fetch in this step."""
         held = self.host.counts.tolist()
         return [min(split.fetched, count) for split, count in zip(self.splits(), held, strict=True)]
-
-    def choose(self, scores: Tensor, quotas: list[int]) -> Choice:
-        """Units by falling score until `quotas[row]` tokens are taken; scores [B, Hkv, U]."""
-        sizes = self.sizes.long()
-        order = scores.masked_fill(sizes == 0, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-        ranked = sizes.gather(-1, order)
-        stop = ranked.cumsum(-1)
-        quota = torch.tensor(quotas, device=scores.device)[:, None, None]
-        taken = (stop <= quota) & (ranked > 0)
-        slot = torch.arange(max(quotas), device=scores.device).expand(*scores.shape[:2], -1).contiguous()
-        rank = torch.searchsorted(stop, slot, right=True).clamp_max(stop.shape[-1] - 1)
-        unit = order.gather(-1, rank)
-        starts = sizes.cumsum(-1) - sizes
-        index = starts.gather(-1, unit) + slot - (stop - ranked).gather(-1, rank)
-        limit = (stop * taken).amax(-1, keepdim=True) if self.whole_units else quota.minimum(stop[..., -1:])
-        live = slot < limit
-        return Choice(index.masked_fill(~live, 0), live, order, taken)
 
     def splits(self) -> list[Split]:
         """The plan of each row at its present length."""
@@ -289,7 +240,7 @@ class RetrievalLayer(CacheLayer):
         if max(quotas) == 0:
             empty = torch.zeros(query.shape[0], self.spec.num_kv_heads, 0, dtype=torch.long, device=query.device)
             return empty, empty.bool()
-        choice = self.choose(self.score(query, scale), quotas)
+        choice = choose(self.score(query, scale), self.sizes, quotas, self.whole_units)
         return choice.index, choice.live
 
 

@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 
 from kvcore.baselines.clustering import spherical_kmeans
-from kvcore.baselines.retrieval import (
-    SIZE_BYTES,
-    Choice,
-    RetrievalCache,
-    RetrievalLayer,
-    Units,
-    check_options,
-)
+from kvcore.baselines.retrieval import SIZE_BYTES, RetrievalCache, RetrievalLayer, check_options
+from kvcore.baselines.retrieval_choice import Choice, Units
 from kvcore.baselines.retrieval_plan import Planner
 from kvcore.baselines.retrieval_store import Part, Shared
 from kvcore.budget import Budget, ModelSpec

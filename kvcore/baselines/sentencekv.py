@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvcore.attention import active_input_ids
-from kvcore.baselines.retrieval import SIZE_BYTES, RetrievalCache, RetrievalLayer, Units, check_options
+from kvcore.baselines.retrieval import SIZE_BYTES, RetrievalCache, RetrievalLayer, check_options
+from kvcore.baselines.retrieval_choice import Units
 from kvcore.baselines.retrieval_plan import UNIT_DOUBLINGS, Planner
 from kvcore.baselines.retrieval_store import Shared
 from kvcore.baselines.scores import pooled, received_mass
