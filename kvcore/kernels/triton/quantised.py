@@ -194,7 +194,7 @@ def quantised_attention(
         BLOCK_P=block,
         BLOCK_N=common.padded_dim(key_form[1]),
         BLOCK_D=common.padded_dim(dim),
-        num_warps=8 if dim > 128 or key_form[1] > 64 else 4,
+        num_warps=8 if dim > 64 or key_form[1] > 64 else 4,
         num_stages=1,
     )
     return merge_stacked(outputs, lses, query.dtype)
