@@ -76,25 +76,38 @@ class Candidate:
 
 
 @dataclass
-class SharedFit:
-    """The shared form of a set of heads.
+class DraftSide:
+    """One side after quantisation, not yet packed.
 
     Attributes:
-        keys, values: what is stored.
-        num_bytes: of both.
-        price: λ, loss per byte.
-        key_error, value_error: [J, H', M, d] original minus reconstruction.
-        key_energy, value_energy: cumulative energy shares.
+        columns: indices of the kept coefficients, widest first.
+        widths: (bits, coefficients) in that order.
+        raw: per width, codes or coefficients [S, M, R_w].
+        step: [S, R].
+        token_error: [S, M], squared error of each token in the candidate's domain (basis columns taken as exact).
     """
 
-    keys: SharedSide
-    values: SharedSide
+    columns: Tensor
+    widths: list[tuple[int, int]]
+    raw: list[Tensor]
+    step: Tensor
+    token_error: Tensor
+
+
+@dataclass
+class Draft:
+    """A shared form that has been decided but not stored.
+
+    Attributes:
+        keys, values: the two sides.
+        num_bytes: what storing takes.
+        price: λ, loss per byte.
+    """
+
+    keys: DraftSide
+    values: DraftSide
     num_bytes: int
     price: float
-    key_error: Tensor
-    value_error: Tensor
-    key_energy: Tensor
-    value_energy: Tensor
 
 
 class SharedFitter:
@@ -144,7 +157,7 @@ class SharedFitter:
         )  # fmt: skip
 
     def _most_columns(self, expected_bytes: float, size: int) -> int:
-        """Candidate columns: a quarter more than are worth their bytes when coefficients take three bits on average."""
+        """Candidate columns: a fifth more than are worth their bytes when coefficients take three bits on average."""
         plan = self.options.coefficient_plan
         if plan is not None:
             return sum(count for count, _ in plan)
@@ -153,7 +166,7 @@ class SharedFitter:
         narrow = min(self.options.coefficient_bits)
         bits = 8 * self.block.dtype.itemsize if narrow == UNQUANTIZED else max(narrow, 3)
         column = (bits * tokens + self._basis_bits(narrow) * size) / 8
-        return max(1, math.ceil(1.25 * expected_bytes / (2 * streams * column)))
+        return max(1, math.ceil(1.2 * expected_bytes / (2 * streams * column)))
 
     def _dct_candidate(self, centred: Tensor, weight: Tensor, mean: Tensor) -> Candidate:
         num_layers, num_heads, _, head_dim = centred.shape
@@ -175,7 +188,7 @@ class SharedFitter:
         """Width of the basis column of a coefficient of `bits`."""
         if self.options.basis_bits is not None:
             return self.options.basis_bits
-        return UNQUANTIZED if bits == UNQUANTIZED else min(8, bits + 2)
+        return UNQUANTIZED if bits == UNQUANTIZED else 4 if bits == 2 else 8
 
     def _unit_bytes(self, side: Candidate, bits: int) -> int:
         """Bytes of one coefficient (of every stream) stored in `bits`."""
@@ -229,7 +242,7 @@ class SharedFitter:
         return mean.repeat(1, side.coefficients.shape[-1] // mean.shape[-1])
 
     # --- the fit
-    def fit(self, allowed: float) -> SharedFit:
+    def draft(self, allowed: float) -> Draft:
         """The shared form of least loss within `allowed` bytes.
 
         Raises:
@@ -241,17 +254,54 @@ class SharedFitter:
         else:
             levels, price = self._planned_levels(widths), 0.0
         split = levels.split([offer.loss.shape[1] for offer in offers])
-        stored = [
-            self._store(side, chosen, step, widths) for side, chosen, step in zip(self.sides, split, steps, strict=True)
-        ]
+        keys, values = (
+            self._quantised(side, chosen, step, widths)
+            for side, chosen, step in zip(self.sides, split, steps, strict=True)
+        )
         spent = sum(
             float(offer.cost.gather(0, chosen[None]).sum()) for offer, chosen in zip(offers, split, strict=True)
         )
-        (keys, key_error), (values, value_error) = stored
-        return SharedFit(
-            keys, values, int(spent) + self.fixed_bytes(), price, key_error, value_error,
-            self.sides[0].energy, self.sides[1].energy,
-        )  # fmt: skip
+        return Draft(keys, values, int(spent) + self.fixed_bytes(), price)
+
+    def store(self, draft: Draft) -> tuple[SharedSide, SharedSide]:
+        """Pack a draft: keys and values."""
+        keys, values = (
+            self._stored(side, drafted) for side, drafted in zip(self.sides, (draft.keys, draft.values), strict=True)
+        )
+        return keys, values
+
+    def errors(self, which: int, draft: DraftSide, tokens: Tensor) -> Tensor:
+        """Original minus reconstruction of some tokens, in the unweighted domain.
+
+        Args:
+            which: 0 for keys, 1 for values.
+            draft: that side.
+            tokens: middle tokens [S, k] of each stream.
+
+        Returns:
+            [J, H', k, d].
+        """
+        side = self.sides[which]
+        num_layers, _, _, head_dim = side.weight.shape
+        picked = [raw.gather(1, tokens[..., None].expand(-1, -1, raw.shape[2])) for raw in draft.raw]
+        kept = torch.cat(
+            [
+                part if bits == UNQUANTIZED else part.float() + (0.5 - 2 ** (bits - 1))
+                for part, (bits, _) in zip(picked, draft.widths, strict=True)
+            ],
+            dim=-1,
+        ) * draft.step.unsqueeze(1)
+        basis = self._basis(side, draft)
+        if isinstance(basis, KltBasis):
+            original = side.features.gather(1, tokens[..., None].expand(-1, -1, side.features.shape[2]))
+            matrix = torch.cat([basis.columns(layer, torch.float32) for layer in range(num_layers)], dim=-1)
+            error = unstack_features(original - kept @ matrix, num_layers, head_dim)
+            return error / side.weight.flatten(1, 2).unsqueeze(2)
+        rows = tokens[None, :, :, None].expand(num_layers, -1, -1, head_dim)
+        rebuilt = [
+            torch.einsum("smr,srhd->shmd", kept, basis.matrix(layer, torch.float32)) for layer in range(num_layers)
+        ]
+        return side.features.gather(2, rows) - torch.stack(rebuilt).flatten(1, 2)
 
     def smallest(self) -> float:
         """Bytes of the smallest shared form."""
@@ -287,48 +337,50 @@ class SharedFitter:
             per_side.append(levels)
         return torch.cat(per_side)
 
-    def _store(
-        self, side: Candidate, levels: Tensor, steps: Tensor, widths: tuple[int, ...]
-    ) -> tuple[SharedSide, Tensor]:
-        """Quantise one side; returns it and the error [J, H', M, d] it leaves."""
-        order = [(levels == level).nonzero().flatten() for level in range(len(widths), 0, -1)]
-        picked = [(widths[len(widths) - 1 - i], index) for i, index in enumerate(order) if index.numel()]
-        columns = torch.cat([index for _, index in picked])
-        step = torch.cat([steps[widths.index(bits) + 1][:, index] for bits, index in picked], dim=-1)
-        basis = self._basis(side, columns, [(bits, index.numel()) for bits, index in picked])
-        values = side.coefficients[..., columns]
-        classes, start = [], 0
+    def _quantised(self, side: Candidate, levels: Tensor, steps: Tensor, widths: tuple[int, ...]) -> DraftSide:
+        """Codes of one side at the chosen levels, and the error they leave in each token."""
+        picked: list[tuple[int, Tensor]] = []
+        for level in range(len(widths), 0, -1):
+            index = (levels == level).nonzero().flatten()
+            if index.numel():
+                picked.append((widths[level - 1], index))
+        energy = side.features.square().sum(-1) if side.columns is not None else side.features.square().sum((0, 3))
+        raws, chosen_steps = [], []
+        error = energy
         for bits, index in picked:
-            part = slice(start, start + index.numel())
-            raw = values[..., part] if bits == UNQUANTIZED else encode(values[..., part], step[:, part], bits)
-            classes.append(CoefficientClass(bits, raw, self.block.dtype))
-            start += index.numel()
-        stored = SharedSide(CoefficientStore(classes, step), basis, side.mean)
-        return stored, self._error(side, stored)
+            values = side.coefficients[..., index]
+            step = steps[widths.index(bits) + 1][:, index]
+            error = error - values.square().sum(-1)
+            if bits == UNQUANTIZED:
+                raws.append(values)
+            else:
+                raws.append(encode(values, step, bits))
+                rebuilt = (raws[-1].float() + (0.5 - 2 ** (bits - 1))) * step.unsqueeze(1)
+                error = error + (rebuilt - values).square_().sum(-1)
+            chosen_steps.append(step)
+        return DraftSide(
+            torch.cat([index for _, index in picked]),
+            [(bits, index.numel()) for bits, index in picked],
+            raws,
+            torch.cat(chosen_steps, dim=-1),
+            error.clamp_min(0),
+        )
 
-    def _basis(self, side: Candidate, columns: Tensor, picked: list[tuple[int, int]]) -> DepthBasis:
+    def _stored(self, side: Candidate, draft: DraftSide) -> SharedSide:
+        classes = [
+            CoefficientClass(bits, raw, self.block.dtype)
+            for (bits, _), raw in zip(draft.widths, draft.raw, strict=True)
+        ]
+        return SharedSide(CoefficientStore(classes, draft.step), self._basis(side, draft), side.mean)
+
+    def _basis(self, side: Candidate, draft: DraftSide) -> DepthBasis:
         num_layers, streams, _, head_dim = side.weight.shape
         if side.columns is None:
-            return DctBasis(num_layers, streams, head_dim, side.rotation, columns)
+            return DctBasis(num_layers, streams, head_dim, side.rotation, draft.columns)
         widths: list[tuple[int, int]] = []
-        for bits, count in picked:
+        for bits, count in draft.widths:
             width = self._basis_bits(bits)
             if widths and widths[-1][0] == width:
                 count += widths.pop()[1]
             widths.append((width, count))
-        return KltBasis(side.columns[..., columns], widths, side.weight, self.block.dtype)
-
-    def _error(self, side: Candidate, stored: SharedSide) -> Tensor:
-        """Original minus reconstruction, [J, H', M, d], in the unweighted domain."""
-        coefficients = stored.coefficients.coefficients()
-        num_layers = side.weight.shape[0]
-        if side.columns is None:
-            rebuilt = [
-                torch.einsum("smr,srhd->shmd", coefficients, stored.basis.matrix(layer, torch.float32))
-                for layer in range(num_layers)
-            ]
-            return side.features - torch.stack(rebuilt).flatten(1, 2)
-        assert isinstance(stored.basis, KltBasis)
-        matrix = torch.cat([stored.basis.columns(layer, torch.float32) for layer in range(num_layers)], dim=-1)
-        error = torch.baddbmm(side.features, coefficients, matrix, alpha=-1)
-        return unstack_features(error, num_layers, side.weight.shape[-1]) / side.weight.flatten(1, 2).unsqueeze(2)
+        return KltBasis(side.columns[..., draft.columns], widths, side.weight, self.block.dtype)

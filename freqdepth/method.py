@@ -36,7 +36,7 @@ class FreqDepth(Method):
         heads: `joint` shares coefficients over all KV heads of the block, `single` gives every head its own.
         keys: `post_rope`, or `pre_rope` (keys are turned back before the transform and forward at every step: slower).
         coefficient_bits: widths on offer to the bit allocation; 16 stores a coefficient in the model's dtype.
-        basis_bits: bits of a basis column; None means two more than its coefficient, at most 8.
+        basis_bits: bits of a basis column; None means 4 for coefficients of 2 bits, 8 for wider ones.
         key_rank, value_rank: coefficients kept per stream, one number or one per block; None lets the budget decide.
         coefficient_plan: (count, bits) pairs that fix the widths instead of the allocation, strongest first.
         low_frequencies: depth frequencies kept by the DCT bases.
@@ -65,7 +65,7 @@ class FreqDepth(Method):
     basis: Basis = "klt"
     heads: Heads = "joint"
     keys: KeyForm = "post_rope"
-    coefficient_bits: Sequence[int] = (2, 3, 4, 6, 8)
+    coefficient_bits: Sequence[int] = (2, 4, 8)
     basis_bits: int | None = None
     key_rank: int | Sequence[int] | None = None
     value_rank: int | Sequence[int] | None = None
@@ -82,7 +82,7 @@ class FreqDepth(Method):
     window: int = 16
     fold: int = 16
     gram_tokens: int = 2048
-    subspace_iterations: int = 2
+    subspace_iterations: int = 1
     min_entries: int = 16
 
     def __post_init__(self) -> None:

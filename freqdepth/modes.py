@@ -15,7 +15,7 @@ from torch import Tensor
 from freqdepth.allocation import Offer, choose_levels
 from freqdepth.basis import DctBasis
 from freqdepth.codes import UNQUANTIZED
-from freqdepth.compress import BlockInput, SharedFit, SharedFitter
+from freqdepth.compress import BlockInput, Draft, DraftSide, SharedFitter
 from freqdepth.layout import BlockReport, ResidualStore, RowBlock, SharedSide
 from freqdepth.transform import dct_basis
 from kvcore.quant import quantize, quantized_bytes
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 _RESIDUAL_SHARES = (0.0, 0.0025, 0.01, 0.03, 0.1)
 # Most of a block's bytes that residual tokens may take from the coefficients.
 _RESIDUAL_LIMIT = 0.3
+# Fewer residual tokens than this are not worth their bookkeeping.
+_FEWEST_RESIDUALS = 4
+# Tokens on which eq. 2 is evaluated in full.
+_SAMPLE_TOKENS = 256
 
 
 class SmallestBytesError(ValueError):
@@ -47,7 +51,7 @@ class Plan:
     """Modes of a block and the shared form they go with.
 
     Attributes:
-        fit: the shared form of `heads`.
+        fitter, draft: the shared form of `heads`.
         heads: KV heads that are not exact.
         exact: KV heads that are.
         residual: those of `heads` with corrections.
@@ -57,7 +61,8 @@ class Plan:
         price: λ, loss per byte.
     """
 
-    fit: SharedFit
+    fitter: SharedFitter
+    draft: Draft
     heads: list[int]
     exact: list[int]
     residual: list[int]
@@ -71,30 +76,51 @@ class Plan:
         return sum(self.losses)
 
 
-def token_losses(block: BlockInput, fit: SharedFit, heads: list[int]) -> Tensor:
-    """Loss [H', M] of every head and middle token in the shared form: the probe's squared logit error, weighed by
-    what the token means to the probe, plus the same of its value.
+def sampled_losses(block: BlockInput, fitter: SharedFitter, draft: Draft, tokens: Tensor) -> Tensor:
+    """Eq. 2's data term of some middle tokens: the probe queries' squared logit errors, weighed by what the token
+    means to the probe, plus the same of the values' errors.
 
     Args:
         block: the input.
-        fit: the shared form.
-        heads: the heads it covers.
+        fitter, draft: the shared form.
+        tokens: [S, k] of each stream.
+
+    Returns:
+        [H', k].
     """
-    total: Tensor | None = None
+    heads = fitter.heads
+    key_error, value_error = fitter.errors(0, draft.keys, tokens), fitter.errors(1, draft.values, tokens)
+    if block.positions is not None:
+        assert block.frequencies is not None
+        key_error = shift_positions(key_error, block.positions[tokens].unsqueeze(0), block.frequencies)
+    rows = tokens.expand(len(heads), -1)
+    losses = torch.zeros(rows.shape, device=tokens.device)
     for layer, probe in enumerate(block.probes):
         queries = probe.queries[heads].flatten(1, 2)  # [H', G * P, d]
-        key_error = fit.key_error[layer]
-        if block.positions is not None:
-            assert block.frequencies is not None
-            key_error = shift_positions(key_error, block.positions, block.frequencies)
-        logit_error = torch.matmul(queries, key_error.mT).square_().mean(1)
+        logit_error = torch.matmul(queries, key_error[layer].mT).square_().mean(1)
         weight = block.token_weight[layer, heads]
         relative = weight / weight.mean(-1, keepdim=True).clamp_min(1e-30)
-        value_error = fit.value_error[layer].square().sum(-1) * probe.value_weight[heads, None].square()
-        loss = logit_error * weight + value_error * relative
-        total = loss if total is None else total + loss
-    assert total is not None
-    return total
+        value_loss = value_error[layer].square().sum(-1) * probe.value_weight[heads, None].square()
+        losses += logit_error * weight.gather(1, rows) + value_loss * relative.gather(1, rows)
+    return losses
+
+
+def token_losses(block: BlockInput, fitter: SharedFitter, draft: Draft) -> Tensor:
+    """Loss [H', M] of every head and middle token in the shared form.
+
+    With a KLT, a token's squared error in the metric domain is its expected loss, known without any reconstruction;
+    the level of each head comes from eq. 2 itself on an even sample of tokens. With a DCT every token is evaluated.
+    """
+    num_tokens, heads = block.keys.shape[2], fitter.heads
+    streams = draft.keys.token_error.shape[0]
+    if fitter.options.basis != "klt":
+        return sampled_losses(block, fitter, draft, torch.arange(num_tokens).expand(streams, -1))
+    sample = torch.arange(0, num_tokens, max(1, num_tokens // _SAMPLE_TOKENS))
+    level = sampled_losses(block, fitter, draft, sample.expand(streams, -1)).sum(-1) * num_tokens / sample.shape[0]
+    weight = block.token_weight[:, heads]
+    relative = (weight / weight.mean(-1, keepdim=True).clamp_min(1e-30)).mean(0)  # [H', M]
+    felt = (draft.keys.token_error + draft.values.token_error) * relative
+    return level[:, None] * felt / felt[:, sample].mean(-1, keepdim=True).clamp_min(1e-30) / num_tokens
 
 
 class ModeChooser:
@@ -151,9 +177,9 @@ class ModeChooser:
         """Heads whose loss is worth more than the bytes that keeping them exact would add."""
         if "exact" not in self.options.modes:
             return []
-        shared_bytes = plan.fit.num_bytes / len(plan.heads)
+        shared_bytes = plan.draft.num_bytes / len(plan.heads)
         extra = max(self.exact_bytes - shared_bytes, 1.0)
-        spare = self.allowed - plan.fit.num_bytes if plan.price == 0 else 0.0
+        spare = self.allowed - plan.draft.num_bytes if plan.draft.price == 0 else 0.0
         ranked = sorted(zip(plan.losses, plan.heads, strict=True), reverse=True)
         free = int(spare // extra)
         return sorted(head for rank, (loss, head) in enumerate(ranked) if rank < free or loss > plan.price * extra > 0)
@@ -164,60 +190,53 @@ class ModeChooser:
         fitter = SharedFitter(self.block, self.options, heads, max(allowed, 1.0))
         if fitter.smallest() > allowed:
             raise SmallestBytesError(fitter.smallest() + len(exact) * self.exact_bytes)
-        fit = fitter.fit(allowed)
-        losses = token_losses(self.block, fit, heads)
-        best = self._with_residuals(fit, heads, exact, losses, 0, allowed)
-        for count in self._residual_counts():
-            reserve = len(heads) * self._residual_bytes(count) if fit.price > 0 else 0.0
-            if self._not_worth(losses, count, reserve, fit.price) or fitter.smallest() > allowed - reserve:
+        draft = fitter.draft(allowed)
+        losses = token_losses(self.block, fitter, draft)
+        best = self._with_residuals(fitter, draft, exact, losses, 0, allowed)
+        if "residual" not in self.options.modes:
+            return best
+        for count in self._residual_counts(losses, draft.price, fitter.joint):
+            reserve = len(heads) * self._residual_bytes(count) if draft.price > 0 else 0.0
+            if fitter.smallest() > allowed - reserve:
                 break
             if reserve:
-                smaller = fitter.fit(allowed - reserve)
-                candidate = self._with_residuals(
-                    smaller, heads, exact, token_losses(self.block, smaller, heads), count, allowed
-                )
-            else:
-                candidate = self._with_residuals(fit, heads, exact, losses, count, allowed)
-            if candidate.total >= best.total and self.options.residual_tokens is None and reserve:
-                break
+                draft = fitter.draft(allowed - reserve)
+                losses = token_losses(self.block, fitter, draft)
+            candidate = self._with_residuals(fitter, draft, exact, losses, count, allowed)
             if candidate.total < best.total or self.options.residual_tokens is not None:
                 best = candidate
         return best
 
-    def _residual_counts(self) -> list[int]:
-        """Residual sizes to try."""
-        if "residual" not in self.options.modes:
-            return []
+    def _residual_counts(self, losses: Tensor, price: float, joint: bool) -> list[int]:
+        """Residual sizes to try: with a price λ the tokens whose loss is worth their bytes, else a few sizes."""
         if self.options.residual_tokens is not None:
             return [min(self.options.residual_tokens, self.num_tokens)] if self.options.residual_tokens else []
-        return sorted({round(share * self.num_tokens) for share in _RESIDUAL_SHARES} - {0})
-
-    def _not_worth(self, losses: Tensor, count: int, reserve: float, price: float) -> bool:
-        """Whether the worst tokens lose less than the bytes of their corrections are worth."""
-        if self.options.residual_tokens is not None:
-            return False
-        if reserve > _RESIDUAL_LIMIT * self.allowed:
-            return True
-        ranking = losses.sum(0, keepdim=True) if self.options.heads == "joint" else losses
-        return float(ranking.topk(count).values.sum()) < price * reserve
+        if price == 0:
+            return sorted({round(share * self.num_tokens) for share in _RESIDUAL_SHARES} - {0})
+        per_head = self._residual_bytes(8) / 8
+        most = int(_RESIDUAL_LIMIT * self.allowed / (per_head * losses.shape[0]))
+        worth = losses.sum(0) > price * per_head * losses.shape[0] if joint else losses > price * per_head
+        count = min(int(worth.sum(-1).float().mean()), most, self.num_tokens)
+        return [count] if count >= _FEWEST_RESIDUALS else []
 
     def _with_residuals(
-        self, fit: SharedFit, heads: list[int], exact: list[int], losses: Tensor, count: int, allowed: float
+        self, fitter: SharedFitter, draft: Draft, exact: list[int], losses: Tensor, count: int, allowed: float
     ) -> Plan:
         """Shared or residual for each head: least loss (eq. 2) within the bytes that the shared form leaves."""
-        joint = self.options.heads == "joint"
-        order = (losses.sum(0, keepdim=True) if joint else losses).argsort(dim=-1, descending=True)
+        heads = fitter.heads
+        order = (losses.sum(0, keepdim=True) if fitter.joint else losses).argsort(dim=-1, descending=True)
         corrected = losses.gather(1, order[:, :count].expand(len(heads), -1)).sum(-1)
         shared = losses.sum(-1)
+        if count == 0:
+            return Plan(fitter, draft, heads, exact, [], shared.tolist(), order, 0, draft.price)
         left = 1.0 - _KEPT_ERROR.get(self.options.residual_bits, 0.0)
         table = torch.stack([shared, shared - left * corrected])
         cost = torch.tensor([0.0, self._residual_bytes(count)], device=table.device)[:, None].expand_as(table)
-        if count == 0:
-            return Plan(fit, heads, exact, [], shared.tolist(), order, 0, fit.price)
-        levels, price = choose_levels(Offer(table, cost), max(allowed - fit.num_bytes, 0.0))
+        levels, price = choose_levels(Offer(table, cost), max(allowed - draft.num_bytes, 0.0))
         residual = [head for head, level in zip(heads, levels.tolist(), strict=True) if level]
         chosen = table.gather(0, levels[None])[0].tolist()
-        return Plan(fit, heads, exact, residual, chosen, order, count if residual else 0, max(price, fit.price))
+        kept = count if residual else 0
+        return Plan(fitter, draft, heads, exact, residual, chosen, order, kept, max(price, draft.price))
 
     def _components(self) -> int:
         """Depth components of a correction: every layer, or the DCT's high frequencies."""
@@ -245,40 +264,39 @@ class ModeChooser:
         row.exact_values = [values[heads].to(self.block.dtype) for values in self.block.values]
 
     def _store(self, row: RowBlock, plan: Plan) -> None:
-        fit = plan.fit
+        keys, values = plan.fitter.store(plan.draft)
         row.shared_heads, row.exact_heads = plan.heads, plan.exact
-        row.keys, row.values = fit.keys, fit.values
+        row.keys, row.values = keys, values
         if plan.exact:
             self._store_exact(row, plan.exact)
         if plan.count:
             self._reorder(row, plan)
-            row.residual_keys = self._residual(fit.keys, fit.key_error, plan)
-            row.residual_values = self._residual(fit.values, fit.value_error, plan)
+            row.residual_keys = self._residual(0, keys, plan.draft.keys, plan)
+            row.residual_values = self._residual(1, values, plan.draft.values, plan)
         losses = dict(zip(plan.heads, plan.losses, strict=True))
         named = {**dict.fromkeys(plan.exact, "exact"), **dict.fromkeys(plan.residual, "residual")}
-        modes = [named.get(head, "shared") for head in range(self.num_heads)]
         row.report = BlockReport(
-            modes,
+            [named.get(head, "shared") for head in range(self.num_heads)],
             [losses.get(head, 0.0) for head in range(self.num_heads)],
             plan.price,
-            fit.key_energy.tolist(),
-            fit.value_energy.tolist(),
-            [(group.bits, group.num_coefficients) for group in fit.keys.coefficients.classes],
-            [(group.bits, group.num_coefficients) for group in fit.values.coefficients.classes],
+            plan.fitter.sides[0].energy.tolist(),
+            plan.fitter.sides[1].energy.tolist(),
+            plan.draft.keys.widths,
+            plan.draft.values.widths,
         )
 
     def _reorder(self, row: RowBlock, plan: Plan) -> None:
         """Move the residual tokens to the front of every stream's token order."""
-        for side in (plan.fit.keys, plan.fit.values):
+        for side in (row.keys, row.values):
+            assert side is not None
             side.coefficients.reorder(plan.order)
         if row.positions is not None:
             row.positions = row.positions.expand(plan.order.shape[0], -1).gather(1, plan.order)
 
-    def _residual(self, side: SharedSide, error: Tensor, plan: Plan) -> ResidualStore:
-        """Corrections [J, H', M, d] of the residual heads' first tokens, as stored components."""
+    def _residual(self, which: int, side: SharedSide, draft: DraftSide, plan: Plan) -> ResidualStore:
+        """Corrections of the residual heads' first tokens, as stored components."""
         members = [plan.heads.index(head) for head in plan.residual]
-        rows = plan.order[:, : plan.count].expand(len(plan.heads), -1)[members]
-        picked = error[:, members].gather(2, rows[None, :, :, None].expand(self.num_layers, -1, -1, self.head_dim))
+        picked = plan.fitter.errors(which, draft, plan.order[:, : plan.count])[:, members]
         mixing = rotation = None
         if isinstance(side.basis, DctBasis):
             if side.basis.rotation is not None:
