@@ -43,7 +43,7 @@ class InfiniteBench(GenerationBenchmark):
     metrics: ClassVar[dict[str, bool]] = {"accuracy": True, "f1": True, "rouge_lsum": True, "average": True}
 
     tasks: tuple[str, ...] = ()
-    variant: str | None = None
+    variant: str | int | None = None
     template: str = "yarn_mistral"
     chat: bool | None = None
     max_prompt_tokens: int | None = None
