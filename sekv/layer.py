@@ -109,13 +109,13 @@ class SeKVLayer(CacheLayer):
         observer, self.observer = self.observer, None
         assert observer is not None and observer.newest is not None
         analysis = None
-        if self.options.summary == "sketch":
+        if self.options.summary == "sketch" and body.keys.shape[2]:
             moment = observer.moment if self.options.query_aware else None
             self.sketch, analysis = Sketch.fit(
                 body.keys, body.visible, moment, self.options.sketch_dims, self.options.sketch_bits
             )
             analysis = analysis.cpu()
-        self.host = HostTensors(analysis, body.warm_scores(observer.newest).cpu())
+        self.host = HostTensors(analysis, body.warm_scores(observer.newest, self.prompt_lengths).cpu())
 
     def finish(self, segments: list[Segments], plans: list[Plan], surprisal: Tensor | None) -> None:
         """The spans are known (`shared.spans` is filled): build the map and fill the first slots.
@@ -186,17 +186,18 @@ class SeKVLayer(CacheLayer):
         exact = Part(_masked(dot(query, keys).float(), self._over_heads(self.slots.hidden())), values)
         parts = [recent, exact] if self.slots.count else [recent]
         self._attended = self.window.mean_tokens()
-        slot_visible, fetched = None, None
-        if self.map is not None:
-            decision = self.map.decide(self._view(query, recent, exact))
-            fetched = self._fetch(decision)
-            slot_visible = decision.slot_visible
-            if slot_visible is not None:
-                exact.logits = exact.logits.masked_fill(~slot_visible, HIDDEN)
-            parts += self._zoomed_parts(query, decision, fetched)
-            self._after(decision, fetched)
-        self._count_slots(slot_visible)
-        return mixed_attention(parts)
+        if self.map is None:
+            self._count_slots(None)
+            return mixed_attention(parts)
+        decision = self.map.decide(self._view(query, recent, exact))
+        fetched = self._fetch(decision)
+        if decision.slot_visible is not None:
+            exact.logits = exact.logits.masked_fill(~decision.slot_visible, HIDDEN)
+        parts += self._zoomed_parts(query, decision, fetched)
+        self._count_slots(decision.slot_visible)
+        output = mixed_attention(parts)
+        self._after(decision, fetched)  # last: exact rows are attended where they lie, in the slots
+        return output
 
     def _view(self, query: Tensor, recent: Part, exact: Part) -> StepView:
         assert self.map is not None and self.slots is not None and self.shared.spans is not None

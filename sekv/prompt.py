@@ -21,7 +21,7 @@ from sekv.slots import PINNED
 from sekv.summary import span_directions, span_means
 
 QUERY_BLOCK = 8  # warm-up queries per block: bounds the attention scores to 8 x N per head
-PINNED_SCORE = 1e9  # ranks pinned tokens before any attention score, the first before the later
+PINNED_SCORE = 1e7  # ranks pinned tokens before any attention score, the first before the later (exact in fp32)
 
 
 class PromptObserver:
@@ -92,14 +92,23 @@ class PromptBody:
         start = torch.tensor([width - window for window in windows], device=prompt.keys.device)
         return prompt.keys[:, :, total - width :].clone(), prompt.values[:, :, total - width :].clone(), start
 
-    def warm_scores(self, newest: Tensor) -> Tensor:
-        """Attention [B, Hkv, N] (fp32) that the newest queries [B, Hq, n, d] pay to each token."""
+    def warm_scores(self, newest: Tensor, lengths: list[int]) -> Tensor:
+        """Attention [B, Hkv, N] (fp32) that the newest queries [B, Hq, n, d] pay to each token.
+
+        Args:
+            newest: newest queries; those of padding do not count.
+            lengths: tokens of each row.
+        """
+        count = newest.shape[2]
+        first = torch.tensor([max(0, count - length) for length in lengths], device=newest.device)
+        real = (torch.arange(count, device=newest.device) >= first[:, None]).float()
         total = torch.zeros(self.keys.shape[:3], device=self.keys.device)
         keys, hidden = self.keys.float(), ~self.visible[:, None, None]
-        for block in newest.float().split(QUERY_BLOCK, dim=2):
-            grouped = block.unflatten(1, (self.keys.shape[1], -1)).flatten(2, 3)
-            logits = (grouped @ keys.mT).masked_fill(hidden, float("-inf"))
-            total += torch.softmax(logits, dim=-1).nan_to_num(0.0).sum(2)
+        for block, weight in zip(newest.float().split(QUERY_BLOCK, dim=2), real.split(QUERY_BLOCK, dim=1), strict=True):
+            grouped = block.unflatten(1, (self.keys.shape[1], -1))  # [B, Hkv, G, b, d]
+            logits = (grouped @ keys.mT.unsqueeze(2)).masked_fill(hidden.unsqueeze(2), float("-inf"))
+            attention = torch.softmax(logits, dim=-1).nan_to_num(0.0)
+            total += (attention * weight[:, None, None, :, None]).sum((2, 3))
         return total
 
 

@@ -100,8 +100,8 @@ def segment(surprisal: Tensor, window: int, options: SegmentOptions) -> Segments
     """
     surprisal = surprisal.float().cpu()
     total = surprisal.shape[0]
-    first = min(options.num_sinks, total)
-    last = max(first, total - window)
+    last = max(0, total - window)
+    first = min(options.num_sinks, last)
     kinds = torch.full((total,), int(Kind.WINDOW))
     kinds[:first] = int(Kind.SINK)
     spans = torch.full((total,), -1)

@@ -93,11 +93,18 @@ def sketch_basis(
     centred = (keys.float() - centre.unsqueeze(2)) * weight
     covariance = centred.mT @ centred / count.unsqueeze(-1)
     if query_moment is None:
-        vectors = torch.linalg.eigh(covariance)[1].flip(-1)[..., :dims].mT
+        vectors = _leading(covariance, dims).mT
         return centre, vectors, vectors
     root, inverse = _roots(query_moment.float())
-    vectors = torch.linalg.eigh(root @ covariance @ root)[1].flip(-1)[..., :dims]
+    vectors = _leading(root @ covariance @ root, dims)
     return centre, (root @ vectors).mT, (inverse @ vectors).mT
+
+
+def _leading(matrix: Tensor, count: int) -> Tensor:
+    """Leading eigenvectors [..., d, count] of symmetric matrices, the largest entry of each positive."""
+    vectors = torch.linalg.eigh(matrix)[1].flip(-1)[..., :count]
+    largest = vectors.gather(-2, vectors.abs().argmax(dim=-2, keepdim=True))
+    return vectors * torch.where(largest < 0, -1.0, 1.0)
 
 
 def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
