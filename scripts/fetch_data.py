@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = options.target / name if options.target else data_cache(name)
         try:
             fetch_set(sources[name], folder)
-        except (FetchError, ConnectionError, PermissionError) as error:
+        except (FetchError, FileNotFoundError, PermissionError) as error:
             print(f"  failed: {error}", file=sys.stderr)
             failed.append(name)
     if failed:

@@ -59,8 +59,7 @@ def load_records(
         layout: the layout expected, for messages.
 
     Raises:
-        FileNotFoundError: nothing found; names the path and the layout expected.
-        ConnectionError: the hub cannot be reached.
+        FileNotFoundError: nothing found (names the path and the layout expected), or the hub out of reach.
         ValueError: a file that cannot be read as records.
     """
     found = find_file(data_dir or str(data_cache(bench)), names)
@@ -178,7 +177,7 @@ def read_hub(bench: str, hub: HubSource, missing: str) -> list[dict[str, Any]]:
     """Download (once, into the hub's own cache) and read.
 
     Raises:
-        ConnectionError: the hub cannot be reached or refuses.
+        FileNotFoundError: the hub cannot be reached or refuses.
     """
     try:
         if hub.file is None:
@@ -192,7 +191,7 @@ def read_hub(bench: str, hub: HubSource, missing: str) -> list[dict[str, Any]]:
     # ValueError: the hub's client reports an offline cache miss so in some versions
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConnectionError(
+        raise FileNotFoundError(
             f"the hub did not give {hub.repo}/{hub.file or hub.split} ({reason}). {missing}"
         ) from error
     if hub.revision is None:

@@ -84,7 +84,7 @@ def test_the_hub_out_of_reach_is_one_clear_error(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
     hub = HubSource(repo="openai/gsm8k", licence="MIT", file="main/test.parquet")
-    with pytest.raises(ConnectionError, match=r"openai/gsm8k.*couldn't connect.*data_dir="):
+    with pytest.raises(FileNotFoundError, match=r"openai/gsm8k.*couldn't connect.*data_dir="):
         load_records("gsm8k", ["test"], None, hub, "layout")
 
 

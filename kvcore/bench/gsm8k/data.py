@@ -25,8 +25,7 @@ def records(split: str, data_dir: str | None) -> list[dict[str, Any]]:
     """Records of `train` or `test`.
 
     Raises:
-        FileNotFoundError: no file; names the path and the layout expected.
-        ConnectionError: nothing local and the hub cannot be reached.
+        FileNotFoundError: no file (names the path and the layout expected), and the hub out of reach.
         ValueError: a record that lacks a field.
     """
     hub = HubSource(repo=HUB_REPO, licence="MIT", file=f"main/{split}-00000-of-00001.parquet", revision=HUB_REVISION)

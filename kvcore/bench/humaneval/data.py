@@ -25,8 +25,7 @@ def records(data_dir: str | None) -> list[dict[str, Any]]:
     """The problems.
 
     Raises:
-        FileNotFoundError: no file; names the path and the layout expected.
-        ConnectionError: nothing local and the hub cannot be reached.
+        FileNotFoundError: no file (names the path and the layout expected), and the hub out of reach.
         ValueError: a record that lacks a field.
     """
     hub = HubSource(

@@ -53,8 +53,7 @@ def records(task: str, variant: str | None, data_dir: str | None) -> list[dict[s
         data_dir: file, folder or glob; None means the data cache, then the hub.
 
     Raises:
-        FileNotFoundError: no file; names the path and the layout expected.
-        ConnectionError: nothing local and the hub cannot be reached.
+        FileNotFoundError: no file (names the path and the layout expected), and the hub out of reach.
         ValueError: a record that lacks a field.
     """
     hub = HubSource(repo=HUB_REPO, licence="MIT", file=f"{task}.jsonl") if variant is None else None

@@ -28,8 +28,7 @@ def records(task: str, extended: bool, data_dir: str | None) -> list[dict[str, A
     """Records of a task (of LongBench-E with `extended`).
 
     Raises:
-        FileNotFoundError: no file; names the path and the layout expected.
-        ConnectionError: nothing local and the hub cannot be reached.
+        FileNotFoundError: no file (names the path and the layout expected), and the hub out of reach.
         ValueError: a record that lacks a field.
     """
     name = f"{task}_e" if extended else task

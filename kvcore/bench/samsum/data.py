@@ -25,8 +25,7 @@ def records(split: str, data_dir: str | None) -> list[dict[str, Any]]:
     """Records of `train` or `test`.
 
     Raises:
-        FileNotFoundError: no file; names the path and the layout expected.
-        ConnectionError: nothing local and the hub cannot be reached.
+        FileNotFoundError: no file (names the path and the layout expected), and the hub out of reach.
         ValueError: a record that lacks a field.
     """
     hub = HubSource(repo=HUB_REPO, licence="CC BY-NC-ND 4.0", split=split)
