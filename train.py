@@ -19,8 +19,10 @@ from kvcore.bench.results import write_atomically
 from kvcore.budget import Budget
 from kvcore.cli import config_hash, fail, is_multirun, resolved, run
 from kvcore.environment import git_revision
+from kvcore.log import get_logger
 from kvcore.options import typed_options
 from kvcore.tracking import LoggerConfig, Tracker
+from sekv.calibration import ThresholdCalibration
 from sekv.checkpoint import load_router, router_config, save_router
 from sekv.data import Sample, StreamState, TokenStream
 from sekv.documents import DocumentSource
@@ -33,6 +35,7 @@ from sekv.train_config import DataConfig, LossConfig, TrainConfig
 from sekv.trainer import DivergedError, Trainer
 from sekv.training_state import POINTERS, pointed
 
+log = get_logger(__name__)
 # Options that do not change what is learned: a run may be resumed with others.
 FREE = ("output_dir", "resume", "logger", "experiment")
 FREE_TRAIN = ("eval_every", "eval_samples", "save_every", "keep", "log_every", "workers", "gradient_checkpointing")
@@ -90,9 +93,12 @@ def train_job(config: DictConfig) -> None:
         raise ValueError(f"{folder} already holds checkpoints; use resume=true to go on, or another output_dir")
     accelerator = Accelerator(cpu=plan.backbone.device == "cpu")
     backbone = load_backbone(_placed(plan.backbone, accelerator))
-    trainer = build_trainer(plan, backbone, accelerator, folder, trajectory(plain))
+    objective = build_objective(plan, backbone)
+    trainer = build_trainer(plan, backbone, objective, accelerator, folder, trajectory(plain))
     if resuming:
         trainer.resume()
+    else:
+        calibrate(objective, plan, backbone)
     main = accelerator.is_main_process
     if main:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,24 +117,52 @@ def train_job(config: DictConfig) -> None:
         print(f"router:      {path}\ncheckpoints: {folder / 'checkpoints'}\nmetrics:     {folder / 'metrics.jsonl'}")
 
 
-def build_trainer(
-    plan: TrainPlan, backbone: Backbone, accelerator: Accelerator, folder: Path, settings: dict[str, Any]
-) -> Trainer:
-    """Router, losses, data stream and trainer of a plan."""
-    spec, train = backbone.spec, plan.train
-    longest = max(train.sequence)
+def build_objective(plan: TrainPlan, backbone: Backbone) -> SeKVObjective:
+    """The untrained router of the form, and its losses.
+
+    Raises:
+        ValueError: sequences beyond the model's length, or a form and budget that the backbone cannot serve.
+    """
+    spec, longest = backbone.spec, max(plan.train.sequence)
     if longest > spec.max_positions:
         raise ValueError(
             f"train.sequence asks for {longest} tokens; {spec.backbone_id} was built for {spec.max_positions}. Lower it"
         )
-    plan.method.validate(spec, plan.budget)
-    router = Router(router_config(spec, **plan.method.router_form())).to(spec.device)
-    objective = SeKVObjective(backbone.model, router, plan.method, plan.budget, train, plan.backbone.prefill_chunk)
+    method = dataclasses.replace(plan.method, checkpoint="none")
+    method.validate(spec, plan.budget)
+    router = Router(router_config(spec, **method.router_form())).to(spec.device)
+    return SeKVObjective(backbone.model, router, method, plan.budget, plan.train, plan.backbone.prefill_chunk)
+
+
+def build_trainer(
+    plan: TrainPlan,
+    backbone: Backbone,
+    objective: SeKVObjective,
+    accelerator: Accelerator,
+    folder: Path,
+    settings: dict[str, Any],
+) -> Trainer:
+    """Data stream, held-out samples and trainer of a plan."""
+    train = plan.train
     curriculum = Curriculum(train.sequence, train.steps, train.effective_batch)
     stream = TokenStream(plan.documents, backbone.tokenizer, curriculum, train.windows_per_document, plan.seed)
-    heldout = heldout_samples(plan, backbone, longest)
+    heldout = heldout_samples(plan, backbone, max(train.sequence))
     silent = RunReporter(train.steps, 0, Tracker(LoggerConfig(), folder, {}, ""))
-    return Trainer(train, objective, spec, stream, heldout, accelerator, folder, silent, settings)
+    return Trainer(train, objective, backbone.spec, stream, heldout, accelerator, folder, silent, settings)
+
+
+def calibrate(objective: SeKVObjective, plan: TrainPlan, backbone: Backbone) -> None:
+    """Set the thresholds on the first samples of a stream of their own; the same ones in every process."""
+    count = plan.train.calibration_samples
+    if not count:
+        return
+    always = Curriculum((max(plan.train.sequence),), 1, 1)
+    stream = TokenStream(plan.documents, backbone.tokenizer, always, windows_per_document=1, seed=plan.seed + 1)
+    calibration = ThresholdCalibration(objective, plan.seed)
+    for sample in itertools.islice(stream.samples(StreamState()), count):
+        calibration.add(sample.ids.to(backbone.device).unsqueeze(0))
+    spread = calibration.apply().std().item()
+    log.info("thresholds calibrated on %d samples; spread of log tau over heads: %.2f", count, spread)
 
 
 def heldout_samples(plan: TrainPlan, backbone: Backbone, length: int) -> list[Sample]:

@@ -72,7 +72,11 @@ class ThresholdCalibration:
         """Set the thresholds; the expected number of zoomed units stays what it was. Returns log tau [L, Hq]."""
         router = self.objective.router
         if router.config.decision != "mass" or router.config.global_threshold:
-            raise ValueError("thresholds are calibrated for decision=mass with one threshold per layer and head")
+            raise ValueError(
+                "thresholds are calibrated for decision=mass with one threshold per layer and head; received decision="
+                f"{router.config.decision}, global_threshold={router.config.global_threshold}. Set "
+                "train.calibration_samples=0"
+            )
         before = router.raw_tau.detach().double().cpu()
         sensitivity = 0.5 * (self.harm / self.mass.clamp_min(1e-30)).clamp_min(1e-30).log()
         relative = sensitivity.mean() - sensitivity

@@ -69,6 +69,8 @@ class TrainConfig:
         learning_rate, weight_decay, warmup, max_grad_norm: AdamW; warm-up as a share of the steps, then a cosine.
         threshold_learning_rate: of the thresholds tau; null is `learning_rate`. Thresholds are never decayed.
         losses: weights of the losses.
+        calibration_samples: samples on which the thresholds are set before the first step, so that one more zoomed
+            token matters equally little in every head (see `sekv.calibration`); 0 starts from `method.sekv.tau`.
         mixed_precision: `no`, or `bf16`: the frozen backbone computes in bf16 by autocast, whatever its weights are
             stored in; memory and losses keep the backbone's own dtype.
         gradient_checkpointing: recompute attention logits in the backward pass instead of keeping them.
@@ -91,6 +93,7 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     threshold_learning_rate: float | None = None
     losses: LossConfig = field(default_factory=LossConfig)
+    calibration_samples: int = 0
     mixed_precision: str = "no"
     gradient_checkpointing: bool = True
     windows_per_document: int = 4
@@ -106,7 +109,7 @@ class TrainConfig:
         at_least_one = ("steps", "query_tokens", "effective_batch", "windows_per_document", "save_every", "keep")
         for name in (*at_least_one, "log_every"):
             _require(getattr(self, name) >= 1, f"train.{name} must be >= 1", getattr(self, name))
-        for name in ("workers", "eval_every", "eval_samples", "weight_decay"):
+        for name in ("workers", "calibration_samples", "eval_every", "eval_samples", "weight_decay"):
             _require(getattr(self, name) >= 0, f"train.{name} must be >= 0", getattr(self, name))
         _require(
             bool(self.sequence) and min(self.sequence) > self.query_tokens,

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from kvcore.budget import Budget
 from kvcore.cache import LayerPrompt
 from sekv.cache import SeKVCache
+from sekv.factors import FactorStore
 from sekv.layer import SeKVLayer
 from sekv.lowrank import Factors, truncated_svd
 from sekv.maps import TokenMap
@@ -156,6 +157,7 @@ class ContextMemory:
         layer = self.layer(index)
         assert layer.map is not None and layer.store is not None and layer.codec is not None
         assert layer.slots is not None and layer.window is not None and layer.shared.spans is not None
+        assert not isinstance(layer.store, FactorStore)
         by_token = isinstance(layer.map, TokenMap)
         device = layer.window.keys.device
         count = layer.store.used
