@@ -8,7 +8,6 @@ d head dimension.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -156,7 +155,7 @@ class CodecLayer(CacheLayer):
         setting = self.planner.setting(keys.shape[1])
         fresh = setting.make_store(self.spec, batch, keys)
         active = torch.arange(batch) == row
-        fresh.append(keys.expand(batch, *keys.shape), values.expand(batch, *values.shape), active)
+        fresh.append(in_row(keys, row, batch), in_row(values, row, batch), active)
         if setting in self.settings:
             self.stores[self.settings.index(setting)].copy_rows(fresh, active.nonzero().flatten())
         else:
@@ -176,4 +175,8 @@ class CodecLayer(CacheLayer):
         self.settings, self.stores = [self.settings[i] for i in used], [self.stores[i] for i in used]
 
 
-MakePlanner = Callable[[ModelSpec, Budget], CodecPlanner]
+def in_row(tokens: Tensor, row: int, batch: int) -> Tensor:
+    """Tokens [Hkv, n, d] as the row `row` of a batch [B, Hkv, n, d]; nothing of them reaches another row."""
+    out = tokens.new_zeros(batch, *tokens.shape)
+    out[row] = tokens
+    return out

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvcore.baselines.codec import in_row
 from kvcore.baselines.eviction import PINNED, EvictingLayer
 from kvcore.baselines.kivi import BITS
 from kvcore.baselines.kivi_store import KiviStore, Setting, drop_front
@@ -118,7 +119,7 @@ class ComposedLayer(CacheLayer):
     def _store(self, which: int, row: int, keys: Tensor, values: Tensor) -> None:
         batch = len(self.lengths)
         fresh, active = QueueStore(self.setting, batch, keys), torch.arange(batch) == row
-        fresh.append(keys.expand(batch, *keys.shape), values.expand(batch, *values.shape), active)
+        fresh.append(in_row(keys, row, batch), in_row(values, row, batch), active)
         self.stores[which].copy_rows(fresh, active.nonzero().flatten())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tokens: int) -> Tensor:

@@ -115,7 +115,7 @@ class Workspace(BatchedState):
     def reserve(self, shape: tuple[int, ...], like: Tensor) -> None:
         """Make the buffer [B, Hkv, K, d] that the next step needs, on the device of `like`."""
         if self.keys is None or self.keys.shape != shape:
-            self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
+            self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
 
     def fetch(self, host: TokenStore, index: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the host tokens `index` [B, Hkv, K] into the buffer."""
