@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -134,17 +135,22 @@ def _records(file: Path) -> Iterator[tuple[str, str]]:
     if file.suffix == ".txt":
         yield file.read_text(encoding="utf-8", errors="replace"), file.stem
         return
+    for index, row in enumerate(_table_rows(file)):
+        if not isinstance(row.get("text"), str):
+            raise ValueError(f"{file} record {index} has no string field 'text'; {LAYOUT}")
+        meta = row.get("meta")
+        domain = meta.get("domain") if isinstance(meta, dict) else None
+        yield row["text"], str(domain or row.get("red_pajama_subset") or file.stem)
+
+
+def _table_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The records of a jsonl or parquet file."""
     import datasets
 
     kind = "json" if file.suffix == ".jsonl" else "parquet"
     try:
-        rows = datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True)
-        for index, row in enumerate(rows):
-            if not isinstance(row.get("text"), str):
-                raise ValueError(f"{file} record {index} has no string field 'text'; {LAYOUT}")
-            meta = row.get("meta") if isinstance(row.get("meta"), dict) else {}
-            yield row["text"], str(meta.get("domain") or row.get("red_pajama_subset") or file.stem)
-    except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError, OSError) as error:
+        yield from datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True)
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:  # Arrow's are ValueErrors
         raise ValueError(f"{file} cannot be read as {kind}: {error}; {LAYOUT}") from error
 
 

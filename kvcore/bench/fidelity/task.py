@@ -25,7 +25,7 @@ from kvcore.cache import CompressedCache
 from kvcore.exact import ExactLayer
 from kvcore.fanout import FanOutCache
 from kvcore.method import build_method
-from kvcore.text import load_documents, token_windows
+from kvcore.text import data_files, load_documents, token_windows
 
 
 @register_bench
@@ -53,9 +53,10 @@ class Fidelity(Benchmark):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "contexts", tuple(self.contexts))
-        for name, value in (("documents", self.documents), ("continuation", self.continuation)):
-            if value < 1:
-                raise ValueError(f"bench.fidelity.{name} must be >= 1; received {value}")
+        if self.documents < 1:
+            raise ValueError(f"bench.fidelity.documents must be >= 1; received {self.documents}")
+        if self.continuation < 2:  # the last token is never fed, so one alone would be predicted from no step
+            raise ValueError(f"bench.fidelity.continuation must be >= 2 tokens; received {self.continuation}")
         if not self.contexts or min(self.contexts) < 1:
             raise ValueError(f"bench.fidelity.contexts must be token counts >= 1; received {list(self.contexts)}")
         if self.step_tokens < 1 or self.coverage_every < 0:
@@ -63,6 +64,10 @@ class Fidelity(Benchmark):
                 "bench.fidelity.step_tokens must be >= 1 and coverage_every >= 0; received "
                 f"{self.step_tokens} and {self.coverage_every}"
             )
+
+    def check(self) -> None:
+        if self.data_dir is not None:
+            data_files(self.data_dir)
 
     def samples(self, backbone: Backbone) -> Sequence[Sample]:
         documents = load_documents(self.data_dir)
@@ -133,6 +138,4 @@ class Fidelity(Benchmark):
             logits = backbone.model(input_ids=fed[:, start : start + step], cache=cache).logits
             pieces.append(torch.log_softmax(logits[0].float(), dim=-1))
         seconds = time.perf_counter() - began
-        if not pieces:
-            raise ValueError("bench.fidelity.continuation must be >= 2 tokens, or nothing is predicted from the cache")
         return torch.cat(pieces), seconds

@@ -12,6 +12,7 @@ from kvcore.bench.base import Sample, register_bench
 from kvcore.bench.generation import GenerationBenchmark
 from kvcore.bench.niah.haystack import Haystack, plant
 from kvcore.bench.niah.scoring import needle_recall
+from kvcore.text import data_files
 
 PLACES = ("Lisbon", "Oslo", "Nairobi", "Quito", "Hanoi", "Tallinn", "Perth", "Dakar", "Osaka", "Bergen")
 NEEDLE = "The special magic number for {place} is {number}."
@@ -50,6 +51,10 @@ class NeedleInAHaystack(GenerationBenchmark):
         unknown = set(self.haystacks) - {"essay", "noise"}
         if unknown or not self.haystacks:
             raise ValueError(f"bench.niah.haystacks must hold 'essay' or 'noise'; received {list(self.haystacks)}")
+
+    def check(self) -> None:
+        if self.data_dir is not None:
+            data_files(self.data_dir)
 
     def samples(self, backbone: Backbone) -> Sequence[Sample]:
         rng = random.Random(self.seed)
