@@ -4,6 +4,7 @@ Legend: B batch rows, n prompt tokens.
 """
 
 import functools
+import logging
 import sys
 
 import torch
@@ -79,10 +80,12 @@ def feed(model: PreTrainedModel, cache, ids: Tensor, step: int = 1) -> Tensor:
 def run_main(monkeypatch, capsys, main, *arguments: str) -> tuple[int, str, str]:
     """Run a command-line entry point in this process; returns (exit code, stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments])
-    code = 0
+    code, handlers = 0, logging.root.handlers[:]
     try:
         main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    finally:
+        logging.root.handlers[:] = handlers  # Hydra's write to the stderr of this test only
     out, err = capsys.readouterr()
     return code, out, err

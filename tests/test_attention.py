@@ -1,4 +1,4 @@
-"""The attention boundary: bypasses and wrong use are errors, caches in use do not mix, nothing leaks after a failure."""
+"""The attention boundary: bypasses and wrong use are errors, caches do not mix, nothing leaks after a failure."""
 
 import json
 import logging
