@@ -94,7 +94,8 @@ def answer(
     if context.shape[1]:
         prefill(backbone.model, cache, context, chunk_size=config.prefill_chunk)
     prefilled = time.perf_counter()
-    generated = backbone.model.generate(
+    model: Any = backbone.model  # its mixin types `generate` as a tensor
+    generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         cache=cache,
@@ -105,7 +106,7 @@ def answer(
     new = generated[0, ids.shape[1] :]
     seconds = (time.perf_counter() - prefilled) / max(len(new), 1)
     line = statistics(cache, len(prompt.ids), len(new), prefilled - began, seconds)
-    return backbone.tokenizer.decode(new, skip_special_tokens=True).strip(), line
+    return str(backbone.tokenizer.decode(new, skip_special_tokens=True)).strip(), line
 
 
 def statistics(cache: CompressedCache, read: int, written: int, prefill_seconds: float, seconds: float) -> str:

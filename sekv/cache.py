@@ -93,6 +93,7 @@ class SeKVCache(CompressedCache):
         assert first.store is not None and first.shared is not None
         # rows too short for a map need no spans
         width = first.store.used if any(plan.mapped for plan in plans) else 0
+        first.shared.maps = len(layers) if width else 0
         first.shared.spans = self._shared_spans(segments, plans, width, lengths)
         weights = None
         if first.options.weighted_summary:
@@ -126,7 +127,8 @@ class SeKVCache(CompressedCache):
         inside = index.masked_fill(index == NO_SPAN, num_spans)
         counts.scatter_add_(1, inside, torch.ones(inside.shape, device=index.device))
         tokens = torch.tensor(lengths, dtype=torch.float32, device=index.device)
-        return SharedSpans(index, counts[:, :num_spans].clone(), tokens)
+        ragged = len({segment_.kinds.shape[0] for segment_ in segments}) > 1 or not all(plan.mapped for plan in plans)
+        return SharedSpans(index, counts[:, :num_spans].clone(), tokens, ragged or len(set(plans)) > 1)
 
     def zoom_statistics(self) -> ZoomSummary | None:
         """What was zoomed into since the cache was made or reset; None at budget=1.0."""

@@ -30,6 +30,7 @@ from sekv.slots import Slots
 from sekv.summary import span_directions, span_means
 from sekv.window import Window
 
+STATISTICS_EVERY = 4  # steps between two counts of what each query head zooms into
 WIDTH_STEP = 16  # fetched tokens per KV head are padded to multiples of this
 
 
@@ -216,6 +217,8 @@ class SeKVLayer(CacheLayer):
             recent_lse=torch.logsumexp(recent.logits, dim=-1),
             room=torch.tensor([plan.buffer for plan in self.plans], device=query.device),
             use_coarse=self.options.coarse,
+            ragged=shared.ragged,
+            count=self.step % STATISTICS_EVERY == 1,
         )
 
     def _fetch(self, decision: Decision) -> Fetched | None:
@@ -273,7 +276,8 @@ class SeKVLayer(CacheLayer):
             if self.options.factor_cache:
                 self.slots.put(fetched.rows, fetched.token, fetched.live, self.step)
         statistics, row = self.shared.statistics, self.planner.row_bytes
-        statistics.record(self.layer_idx, decision.zoomed, decision.want.shape[-1])
+        if decision.zoomed is not None:
+            statistics.record(self.layer_idx, decision.zoomed, decision.want.shape[-1])
         statistics.record_traffic((int(used.sum()) + moved) * row, moved * row)
 
     def _count_slots(self, visible: Tensor | None) -> None:
@@ -326,7 +330,9 @@ class SeKVLayer(CacheLayer):
     def _grow(self) -> None:
         """Slots and buffer follow the budget of the longer rows; a map that no longer fits is given up."""
         assert self.slots is not None and self.window is not None and self.shared.spans is not None
-        spans = (self.shared.spans.lengths > 0).sum(1).tolist()
+        # its own spans only: with several tokens per forward another layer may be ahead
+        own = 0 if self.map is None else self.map.coarse_values.shape[2]
+        spans = (self.shared.spans.lengths[:, :own] > 0).sum(1).tolist()
         self.plans = [
             self.planner.plan(length + self.step, plan.window, self.window.block, pinned, count, plan.mapped)
             for length, plan, pinned, count in zip(self.prompt_lengths, self.plans, self.pinned, spans, strict=True)

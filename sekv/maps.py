@@ -38,6 +38,8 @@ class StepView:
         recent_lse: [B, Hq, 1] log-sum-exp over the local window.
         room: [B] tokens per KV head that may be fetched.
         use_coarse: whether what is not zoomed into keeps an entry.
+        ragged: whether some token is neither in a span nor in a slot for good (padding).
+        count: whether to count what each query head zooms into.
     """
 
     router: Router
@@ -51,6 +53,8 @@ class StepView:
     recent_lse: Tensor
     room: Tensor
     use_coarse: bool = True
+    ragged: bool = True
+    count: bool = True
 
 
 class Decision:
@@ -59,13 +63,13 @@ class Decision:
     Attributes:
         want: [B, Hkv, N] tokens to fetch where >= 0, the larger the sooner.
         slot_used: [B, Hkv, C] bool, slots whose tokens are zoomed into.
-        zoomed: [B, Hq] units zoomed into by each query head (float), for the statistics.
+        zoomed: [B, Hq] units zoomed into by each query head (float), or None when they are not counted.
         slot_visible: [B, Hq, 1, C] bool, or None when every query head attends to every slot.
     """
 
     want: Tensor
     slot_used: Tensor
-    zoomed: Tensor
+    zoomed: Tensor | None = None
     slot_visible: Tensor | None = None
 
     @abstractmethod
@@ -91,8 +95,10 @@ class TokenMap(BatchedState):
     def decide(self, view: StepView) -> TokenDecision:
         """Zoom into the tokens whose expected share of the attention mass reaches the threshold."""
         estimate = F.pad(self.sketch.logits(view.router.routed_query(view.layer, view.query)), (0, 1), value=HIDDEN)
-        outside = (view.span_of_token == view.lengths.shape[1])[:, None, None]
-        estimate = _hide(estimate.masked_fill_(outside, HIDDEN), view.slot_token)
+        if view.ragged:
+            outside = (view.span_of_token == view.lengths.shape[1])[:, None, None]
+            estimate = estimate.masked_fill_(outside, HIDDEN)
+        _hide_(estimate, view.slot_token)
         exact = torch.logaddexp(torch.logsumexp(view.slot_logits, dim=-1), view.recent_lse)
         level = view.router.level(view.layer, estimate, view.tokens, exact)
         return TokenDecision(self, view, estimate, level)
@@ -111,9 +117,11 @@ class TokenDecision(Decision):
         num_kv_heads = view.slot_token.shape[1]
         margin = (estimate - level).squeeze(2)
         slot_margin = (view.slot_logits - level).squeeze(2)
+        # read before `tail` hides what is fetched
         self.want = margin.unflatten(1, (num_kv_heads, -1)).amax(2)[..., :-1]
         self.slot_used = slot_margin.unflatten(1, (num_kv_heads, -1)).amax(2) >= 0
-        self.zoomed = (margin >= 0).sum(-1).float() + (slot_margin >= 0).sum(-1)
+        if view.count:
+            self.zoomed = (margin >= 0).sum(-1).float() + (slot_margin >= 0).sum(-1)
 
     def fetched_visible(self, token: Tensor) -> Tensor | None:
         return None
@@ -121,7 +129,7 @@ class TokenDecision(Decision):
     def tail(self, token: Tensor | None) -> Part | None:
         if not self.view.use_coarse or self.owner.coarse_values.shape[2] == 0:
             return None
-        estimate = self.estimate if token is None else _hide(self.estimate, token)
+        estimate = self.estimate if token is None else _hide_(self.estimate, token)
         values = self.owner.coarse_values.to(self.view.query.dtype)
         return Part(estimate, values, row_of_entry=self.view.span_of_token)
 
@@ -213,8 +221,8 @@ class SpanDecision(Decision):
         return Part(logits, self.owner.coarse_values.to(query.dtype))
 
 
-def _hide(logits: Tensor, token: Tensor) -> Tensor:
-    """Logits [B, Hq, 1, N + 1] hidden at the tokens [B, Hkv, n] of each KV head's group (N: nowhere)."""
-    group = logits.shape[1] // token.shape[1]
-    index = token.repeat_interleave(group, dim=1).unsqueeze(2)
-    return logits.scatter(-1, index, HIDDEN)
+def _hide_(logits: Tensor, token: Tensor) -> Tensor:
+    """Hide, in place, the tokens [B, Hkv, n] (N: nowhere) in the logits [B, Hq, 1, N + 1] of their query groups."""
+    grouped = logits.view(logits.shape[0], token.shape[1], -1, logits.shape[-1])
+    grouped.scatter_(-1, token.unsqueeze(2).expand(-1, -1, grouped.shape[2], -1), HIDDEN)
+    return logits

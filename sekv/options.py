@@ -57,9 +57,9 @@ class SeKVOptions:
     decision: Decision = "mass"
     map_rank: int = 8
     directions: int = 1
-    tau: float = 0.5
+    tau: float = 1.0
     global_threshold: bool = False
-    sketch_dims: int = 24
+    sketch_dims: int = 32
     sketch_bits: int = 4
     query_aware: bool = True
     window: int = 32

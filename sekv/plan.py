@@ -18,7 +18,7 @@ from sekv.slots import Slots
 if TYPE_CHECKING:
     from sekv.options import SeKVOptions
 
-MAP_INDEX_BYTES = 4  # a token's span number; one for all layers and heads
+MAP_INDEX_BYTES = 8  # a token's span number; one for all layers and heads
 WINDOW_SHARE = 0.25  # of the budget's entries, at most, for window and spill block together
 FETCH_SHARE = 0.4  # scope `layer`: part of what the persistent entries leave over that is fetched afresh
 MIN_SLOTS = 4  # beside the pinned tokens: with fewer, a map costs more than it finds

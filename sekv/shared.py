@@ -19,30 +19,42 @@ class SharedSpans(BatchedState):
     """The spans, once for all layers and heads.
 
     Attributes:
-        span_of_token: int32 [B, N], -1 for tokens of no span (pinned tokens, padding).
+        span_of_token: int64 [B, N + 1], S for tokens of no span (pinned tokens, padding) and in the last column.
         lengths: fp32 [B, S] tokens of each span, 0 for padding spans.
-        tokens: fp32 [B], tokens of each row so far.
+        tokens: fp32 [B], tokens of each row when the prompt ended.
+        ragged: whether some token is neither in a span nor pinned (padding of short rows, rows without a map).
     """
 
-    def __init__(self, span_of_token: Tensor, lengths: Tensor, tokens: Tensor) -> None:
-        self.span_of_token, self.lengths, self.tokens = span_of_token.to(torch.int32), lengths, tokens
+    def __init__(self, span_of_token: Tensor, lengths: Tensor, tokens: Tensor, ragged: bool) -> None:
+        """`span_of_token` [B, N] with -1 for tokens of no span."""
+        none = lengths.shape[1]
+        index = span_of_token.long().masked_fill(span_of_token < 0, none)
+        self.span_of_token = _with_last(index, none)
+        self.lengths, self.tokens, self.ragged = lengths, tokens, ragged
 
     def extend(self, live: Tensor) -> None:
         """Append one span made of the `live` ones [B, n] of n further tokens."""
-        span = torch.where(live, self.lengths.shape[1], NO_SPAN).to(torch.int32)
-        self.span_of_token = torch.cat([self.span_of_token, span], dim=1)
+        new = self.lengths.shape[1]
+        old = self.span_of_token[:, :-1]
+        index = torch.cat([old.masked_fill(old == new, new + 1), torch.where(live, new, new + 1)], dim=1)
+        self.span_of_token = _with_last(index, new + 1)
         self.lengths = torch.cat([self.lengths, live.sum(1, keepdim=True).to(self.lengths.dtype)], dim=1)
 
     def clear(self) -> None:
         """Drop the spans; the rows' lengths stay."""
-        self.span_of_token = self.span_of_token[:, :0].clone()
+        self.span_of_token = self.span_of_token[:, :1] * 0
         self.lengths = self.lengths[:, :0].clone()
 
     def padded(self, tokens: int, spans: int) -> Tensor:
-        """int64 [B, tokens + 1]: spans of the first tokens, `spans` for those of no span and in the last column."""
-        index = self.span_of_token[:, :tokens].long()
-        index = index.masked_fill(index < 0, spans)
-        return torch.cat([index, index.new_full((index.shape[0], 1), spans)], dim=1)
+        """int64 [B, tokens + 1]: spans of the first tokens as a layer with `spans` spans knows them."""
+        if tokens + 1 == self.span_of_token.shape[1] and spans == self.lengths.shape[1]:
+            return self.span_of_token
+        return _with_last(self.span_of_token[:, :tokens].clamp_max(spans), spans)
+
+
+def _with_last(index: Tensor, none: int) -> Tensor:
+    """One more column that says "no span"."""
+    return torch.cat([index, index.new_full((index.shape[0], 1), none)], dim=1)
 
 
 class ExpansionBuffer(BatchedState):
