@@ -25,6 +25,8 @@ from sekv.training_memory import LayerMemory, half_precision
 
 LOWEST, HIGHEST, BINS = -8.0, 8.0, 320  # histogram of log multiples of the uniform share
 
+LARGEST_SHIFT = 3.0  # no head's threshold moves by more than e^3 from the mean
+
 
 class ThresholdCalibration:
     """Collects sensitivities and expected masses over samples, then sets `router.raw_tau`.
@@ -78,9 +80,15 @@ class ThresholdCalibration:
                 "train.calibration_samples=0"
             )
         before = router.raw_tau.detach().double().cpu()
-        sensitivity = 0.5 * (self.harm / self.mass.clamp_min(1e-30)).clamp_min(1e-30).log()
-        relative = sensitivity.mean() - sensitivity
+        seen = (self.mass > 0) & (self.harm > 0)
         wanted = self._zoomed(before)
+        if not bool(seen.any()) or wanted < 1:
+            raise ValueError(
+                "thresholds cannot be calibrated: the samples leave nothing coarse, or nothing to zoom into. Use "
+                "longer samples (train.sequence), a smaller budget, or train.calibration_samples=0"
+            )
+        sensitivity = torch.where(seen, 0.5 * (self.harm / self.mass).log(), torch.nan)
+        relative = (sensitivity.nanmean() - sensitivity).nan_to_num(0.0).clamp(-LARGEST_SHIFT, LARGEST_SHIFT)
         low, high = LOWEST - float(relative.max()), HIGHEST - float(relative.min())
         for _ in range(60):
             middle = (low + high) / 2
