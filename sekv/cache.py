@@ -81,7 +81,7 @@ class SeKVCache(CompressedCache):
         surprisal = self._row_surprisal(lengths)
         self._meter = SurprisalMeter()
         windows = [first.planner.window(length) for length in lengths]
-        options = first.options.segment_options()
+        options = first.planner.segment_options()
         segments = [
             segment(row, min(window, length), options)
             for row, (window, _), length in zip(surprisal, windows, lengths, strict=True)

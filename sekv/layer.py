@@ -6,8 +6,6 @@ tokens, Q new tokens, d head dimension. Token i of the map is token i of the row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -16,22 +14,21 @@ from kvcore.cache import CacheLayer, LayerPrompt
 from kvcore.state import HostState
 from sekv.attention import Part, mixed_attention
 from sekv.factors import FactorStore, factorise
+from sekv.fetch import Fetched, fetch
 from sekv.lowrank import check_finite
 from sekv.maps import HIDDEN, Decision, SpanMap, StepView, TokenMap
 from sekv.options import SeKVOptions
 from sekv.plan import Plan, Planner
-from sekv.prompt import PromptBody, PromptObserver, build_map, first_slots
+from sekv.prompt import PromptBody, PromptObserver, build_map, extend_map, first_slots
 from sekv.routing import Router, dot
 from sekv.rows import RowCodec, Rows, TokenStore, make_store
 from sekv.segmentation import Kind, Segments
 from sekv.shared import Shared
 from sekv.sketch import Sketch
 from sekv.slots import Slots
-from sekv.summary import span_directions, span_means
 from sekv.window import Window
 
 STATISTICS_EVERY = 4  # steps between two counts of what each query head zooms into
-WIDTH_STEP = 16  # fetched tokens per KV head are padded to multiples of this
 
 
 class HostTensors(HostState):
@@ -44,15 +41,6 @@ class HostTensors(HostState):
 
     def __init__(self, analysis: Tensor | None, warm_scores: Tensor | None) -> None:
         self.analysis, self.warm_scores = analysis, warm_scores
-
-
-@dataclass
-class Fetched:
-    """Rows fetched in one step: rows [B, Hkv, M, 2 d], their tokens [B, Hkv, M] (N at padding), which are live."""
-
-    rows: Rows
-    token: Tensor
-    live: Tensor
 
 
 class SeKVLayer(CacheLayer):
@@ -86,6 +74,8 @@ class SeKVLayer(CacheLayer):
         self.host: HostTensors | None = None
         self.plans: list[Plan] = []
         self.pinned: list[int] = []
+        self.room: Tensor | None = None  # int64 [B], most tokens fetched per KV head
+        self._largest_room = 0
         self._capacity: list[int] = []
         self.prompt_lengths: list[int] = []
         self.step = self.blocks = 0
@@ -112,9 +102,8 @@ class SeKVLayer(CacheLayer):
         analysis = None
         if self.options.summary == "sketch" and body.keys.shape[2]:
             moment = observer.moment if self.options.query_aware else None
-            self.sketch, analysis = Sketch.fit(
-                body.keys, body.visible, moment, self.options.sketch_dims, self.options.sketch_bits
-            )
+            dims = self.planner.choose_dims(max(self.prompt_lengths))
+            self.sketch, analysis = Sketch.fit(body.keys, body.visible, moment, dims, self.options.sketch_bits)
             analysis = analysis.cpu()
         self.host = HostTensors(analysis, body.warm_scores(observer.newest, self.prompt_lengths).cpu())
 
@@ -128,7 +117,7 @@ class SeKVLayer(CacheLayer):
         assert self.store is not None and self.codec is not None and self.host is not None
         assert self.shared.spans is not None and self.host.warm_scores is not None and self.window is not None
         device = self.window.keys.device
-        self.plans = plans
+        self._apply(plans, device)
         self.pinned = [int(segment.where(Kind.SINK, Kind.ANCHOR).numel()) for segment in segments]
         spans, tokens = self.shared.spans.lengths.shape[1], self.store.used
         if any(plan.mapped for plan in plans):
@@ -143,7 +132,7 @@ class SeKVLayer(CacheLayer):
         self.host.warm_scores = None
         self.slots = Slots(self._rows_at(token.clamp_min(0)), token, rank)
         self._capacity = [plan.slots for plan in plans]
-        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), max(plan.buffer for plan in plans))
+        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), self._largest_room)
 
     def _factorise(self, span_of_token: Tensor, num_spans: int) -> None:
         """Low-rank factors instead of raw rows, where they are smaller (`max_rank`)."""
@@ -191,7 +180,8 @@ class SeKVLayer(CacheLayer):
             self._count_slots(None)
             return mixed_attention(parts)
         decision = self.map.decide(self._view(query, recent, exact))
-        fetched = self._fetch(decision)
+        assert self.store is not None and self.room is not None
+        fetched = fetch(decision.want, self.room, self._largest_room, self.store, self.shared.buffer)
         if decision.slot_visible is not None:
             exact.logits = exact.logits.masked_fill(~decision.slot_visible, HIDDEN)
         parts += self._zoomed_parts(query, decision, fetched)
@@ -202,7 +192,7 @@ class SeKVLayer(CacheLayer):
 
     def _view(self, query: Tensor, recent: Part, exact: Part) -> StepView:
         assert self.map is not None and self.slots is not None and self.shared.spans is not None
-        assert self.store is not None
+        assert self.store is not None and self.room is not None
         spans = self.map.coarse_values.shape[2]
         shared = self.shared.spans
         return StepView(
@@ -215,39 +205,11 @@ class SeKVLayer(CacheLayer):
             slot_token=self.slots.token_index(self.store.used),
             slot_logits=exact.logits,
             recent_lse=torch.logsumexp(recent.logits, dim=-1),
-            room=torch.tensor([plan.buffer for plan in self.plans], device=query.device),
+            room=self.room,
             use_coarse=self.options.coarse,
             ragged=shared.ragged,
             count=self.step % STATISTICS_EVERY == 1,
         )
-
-    def _fetch(self, decision: Decision) -> Fetched | None:
-        """Move the wanted tokens, the most wanted first where they do not all fit, into the expansion buffer."""
-        assert self.store is not None
-        want = decision.want
-        wanted = want >= 0
-        counts = wanted.sum(-1)
-        width, largest = int(counts.max()) if want.shape[-1] else 0, max(plan.buffer for plan in self.plans)
-        if width == 0 or largest == 0:
-            return None
-        # few distinct widths: a row's arithmetic does not depend on how much another row fetches
-        width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, largest, want.shape[-1])
-        room = torch.tensor([plan.buffer for plan in self.plans], device=want.device)
-        if bool((counts > room[:, None]).any()):
-            best, token = want.topk(width, dim=-1)
-            live = (best >= 0) & (torch.arange(width, device=want.device) < room[:, None, None])
-            head, rank = live.flatten(0, 1).nonzero(as_tuple=True)
-            moved = token.flatten(0, 1)[head, rank]
-        else:
-            head, moved = wanted.flatten(0, 1).nonzero(as_tuple=True)
-            first = counts.flatten().cumsum(0) - counts.flatten()
-            rank = torch.arange(head.shape[0], device=want.device) - first[head]
-            live = torch.arange(width, device=want.device) < counts.unsqueeze(-1)
-        rows, moved_bytes = self.store.fetch(head, moved, want.device)
-        self.fetched_bytes += moved_bytes if self.options.offload else 0
-        token = torch.full((*want.shape[:2], width), self.store.used, device=want.device)
-        token.flatten(0, 1)[head, rank] = moved
-        return Fetched(self.shared.buffer.place(rows, head, rank, width), token, live)
 
     def _zoomed_parts(self, query: Tensor, decision: Decision, fetched: Fetched | None) -> list[Part]:
         """The fetched tokens and the coarse entries of the rest."""
@@ -255,14 +217,15 @@ class SeKVLayer(CacheLayer):
         tail = decision.tail(None if fetched is None else fetched.token)
         parts = [] if tail is None else [tail]
         if tail is not None:
-            self._attended += float((self.shared.spans.lengths > 0).sum(1).float().mean())  # type: ignore[union-attr]
+            assert self.shared.spans is not None
+            self._attended += self.shared.spans.mean_spans
         if fetched is not None:
             keys, values = self.codec.decode(fetched.rows)
             hidden = self._over_heads(~fetched.live.unsqueeze(2))
             logits = _masked(dot(query, keys).float(), hidden)
             visible = decision.fetched_visible(fetched.token)
             parts.append(Part(_masked(logits, None if visible is None else ~visible), values))
-            self._attended += float(fetched.live.sum(-1).float().mean())
+            self._attended += fetched.count / (fetched.live.shape[0] * fetched.live.shape[1])
         return parts
 
     def _after(self, decision: Decision, fetched: Fetched | None) -> None:
@@ -272,7 +235,8 @@ class SeKVLayer(CacheLayer):
         self.slots.touch(used, self.step)
         moved = 0
         if fetched is not None:
-            moved = int(fetched.live.sum())
+            moved = fetched.count
+            self.fetched_bytes += fetched.moved_bytes if self.options.offload else 0
             if self.options.factor_cache:
                 self.slots.put(fetched.rows, fetched.token, fetched.live, self.step)
         statistics, row = self.shared.statistics, self.planner.row_bytes
@@ -313,15 +277,7 @@ class SeKVLayer(CacheLayer):
             self.shared.spans.extend(live & mapped[:, None])
             self.shared.blocks = self.blocks
         if self.map is not None:
-            span = torch.where(live, 0, 1)
-            means = span_means(values, span, 1)
-            if isinstance(self.map, TokenMap):
-                assert self.host.analysis is not None
-                self.map.append(keys, self.host.analysis, means)
-            else:
-                mean_key = span_means(keys, span, 1)
-                rank = 0 if self.map.directions is None else self.map.directions.shape[3]
-                self.map.append(mean_key, span_directions(keys, span, mean_key, rank) if rank else None, means)
+            extend_map(self.map, keys, values, self.host.analysis)
         self._grow()
         token = torch.arange(first, first + keys.shape[2], device=live.device).expand(*keys.shape[:2], -1)
         if self.options.factor_cache:
@@ -333,10 +289,11 @@ class SeKVLayer(CacheLayer):
         # its own spans only: with several tokens per forward another layer may be ahead
         own = 0 if self.map is None else self.map.coarse_values.shape[2]
         spans = (self.shared.spans.lengths[:, :own] > 0).sum(1).tolist()
-        self.plans = [
+        plans = [
             self.planner.plan(length + self.step, plan.window, self.window.block, pinned, count, plan.mapped)
             for length, plan, pinned, count in zip(self.prompt_lengths, self.plans, self.pinned, spans, strict=True)
         ]
+        self._apply(plans, self.window.keys.device)
         if self.map is not None and not any(plan.mapped for plan in self.plans):
             self.map = None
             self.shared.retire_map()
@@ -344,7 +301,12 @@ class SeKVLayer(CacheLayer):
         if capacity != self._capacity:
             self._capacity = capacity
             self.slots.resize(capacity)
-        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), max(plan.buffer for plan in self.plans))
+        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), self._largest_room)
+
+    def _apply(self, plans: list[Plan], device: torch.device) -> None:
+        self.plans = plans
+        self.room = torch.tensor([plan.buffer for plan in plans], device=device)
+        self._largest_room = max(plan.buffer for plan in plans)
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)

@@ -7,11 +7,12 @@ All byte counts are per layer and KV head unless said otherwise.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
 from sekv.rows import RowCodec
+from sekv.segmentation import SegmentOptions
 from sekv.sketch import sketch_bytes
 from sekv.slots import Slots
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 MAP_INDEX_BYTES = 8  # a token's span number; one for all layers and heads
 WINDOW_SHARE = 0.25  # of the budget's entries, at most, for window and spill block together
+MAP_SHARE = 0.4  # of the budget's bytes, at most, for the sketch; smaller budgets get fewer dimensions
+MIN_DIMS = 8
+STRICT_SPAN_FACTOR = 4  # scope `layer` counts a coarse entry like any other: spans are this much longer
 FETCH_SHARE = 0.4  # scope `layer`: part of what the persistent entries leave over that is fetched afresh
 MIN_SLOTS = 4  # beside the pinned tokens: with fewer, a map costs more than it finds
 
@@ -57,6 +61,28 @@ class Planner:
         self.row_bytes = RowCodec.row_bytes(spec.head_dim, itemsize, options.row_bits)
         self.slot_bytes = Slots.slot_bytes(self.row_bytes)
         self.strict = budget.scope == "layer"
+        self.sketch_dims = options.sketch_dims
+
+    def choose_dims(self, tokens: int) -> int:
+        """Sketch dimensions that a prompt of `tokens` tokens can afford; kept for the rest of the cache's life."""
+        allowed = self.budget.share(tokens) * tokens * self.spec.entry_bytes * MAP_SHARE
+        dims = min(self.options.sketch_dims, self.spec.head_dim)
+        # a trained map has the dimensions that it was trained for
+        while self.options.maps != "sketch" and dims - 4 >= MIN_DIMS and self._sketch_bytes(dims, tokens) > allowed:
+            dims -= 4
+        self.sketch_dims = dims
+        return dims
+
+    def _sketch_bytes(self, dims: int, tokens: int) -> int:
+        return sketch_bytes(dims, self.options.sketch_bits, tokens, self.spec.head_dim)
+
+    def segment_options(self) -> SegmentOptions:
+        """How rows are cut: as the options say, in longer spans where every coarse entry counts."""
+        options = self.options.segment_options()
+        if not self.strict or options.mode == "paper":
+            return options
+        factor = STRICT_SPAN_FACTOR
+        return replace(options, span_tokens=options.span_tokens * factor, max_span=options.max_span * factor)
 
     def window(self, tokens: int) -> tuple[int, int]:
         """Window and spill block of a row of `tokens` prompt tokens."""
@@ -76,9 +102,7 @@ class Planner:
         """Bytes of the map."""
         total = float(spans * self.coarse_bytes())
         if self.options.summary == "sketch":
-            options = self.options
-            dims = min(options.sketch_dims, self.spec.head_dim)
-            total += sketch_bytes(dims, options.sketch_bits, mapped_tokens, self.spec.head_dim)
+            total += self._sketch_bytes(min(self.sketch_dims, self.spec.head_dim), mapped_tokens)
         if self.options.row_bits:
             total += 4 * self.spec.head_dim
         shared = (mapped_tokens * MAP_INDEX_BYTES + 4 * spans) / (self.spec.num_layers * self.spec.num_kv_heads)

@@ -152,6 +152,25 @@ def build_map(
     return SpanMap(mean_key.to(dtype), directions, coarse_values, options.mass_weighted)
 
 
+def extend_map(map_: TokenMap | SpanMap, keys: Tensor, values: Tensor, analysis: Tensor | None) -> None:
+    """Add tokens [B, Hkv, n, d] that left the window, as one span.
+
+    Args:
+        analysis: [B, Hkv, m, d], for a `TokenMap`.
+    """
+    span = torch.zeros(keys.shape[0], keys.shape[2], dtype=torch.int64, device=keys.device)
+    means = span_means(values, span, 1)
+    if isinstance(map_, TokenMap):
+        assert analysis is not None
+        map_.append(keys, analysis, means)
+        return
+    mean_key = span_means(keys, span, 1)
+    directions = None
+    if map_.directions is not None:
+        directions = span_directions(keys, span, mean_key, map_.directions.shape[3])
+    map_.append(mean_key, directions, means)
+
+
 def first_slots(scores: Tensor, segments: list[Segments], plans: list[Plan]) -> tuple[Tensor, Tensor]:
     """Tokens and ranks [B, Hkv, C] of the first slots: pinned tokens, then the most attended ones.
 

@@ -22,6 +22,7 @@ class SharedSpans(BatchedState):
         span_of_token: int64 [B, N + 1], S for tokens of no span (pinned tokens, padding) and in the last column.
         lengths: fp32 [B, S] tokens of each span, 0 for padding spans.
         tokens: fp32 [B], tokens of each row when the prompt ended.
+        mean_spans: mean number of spans per row.
         ragged: whether some token is neither in a span nor pinned (padding of short rows, rows without a map).
     """
 
@@ -31,6 +32,7 @@ class SharedSpans(BatchedState):
         index = span_of_token.long().masked_fill(span_of_token < 0, none)
         self.span_of_token = _with_last(index, none)
         self.lengths, self.tokens, self.ragged = lengths, tokens, ragged
+        self.mean_spans = float((lengths > 0).sum(1).float().mean())
 
     def extend(self, live: Tensor) -> None:
         """Append one span made of the `live` ones [B, n] of n further tokens."""
@@ -39,6 +41,7 @@ class SharedSpans(BatchedState):
         index = torch.cat([old.masked_fill(old == new, new + 1), torch.where(live, new, new + 1)], dim=1)
         self.span_of_token = _with_last(index, new + 1)
         self.lengths = torch.cat([self.lengths, live.sum(1, keepdim=True).to(self.lengths.dtype)], dim=1)
+        self.mean_spans += float(live.any(1).float().mean())
 
     def clear(self) -> None:
         """Drop the spans; the rows' lengths stay."""
