@@ -84,7 +84,7 @@ class KltBasis(DepthBasis):
             if bits == UNQUANTIZED:
                 parts.append(codes[layer].to(dtype))
             else:
-                parts.append(unpack(codes[layer], bits, size).to(dtype) - (2 ** (bits - 1) - 0.5))
+                parts.append(unpack(codes[layer], bits, size).to(dtype).sub_(2 ** (bits - 1) - 0.5))
         raw = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return raw * self.scale.unsqueeze(-1).to(dtype)
 

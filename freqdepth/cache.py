@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from freqdepth.compress import BlockInput
+from freqdepth.drafts import BlockInput
 from freqdepth.layout import RowBlock, WindowPolicy
 from freqdepth.modes import ModeChooser, SmallestBytesError
 from freqdepth.probe import LayerProbe, ProbeCollector, ProbePlan, probe_layer

@@ -177,10 +177,13 @@ class CoefficientStore(BatchedState):
     Attributes:
         classes: from the widest to the narrowest; coefficients are numbered through them.
         step: [S, R], fp32.
+        offset: [R], fp32: what is added to a raw number before it is multiplied by its step.
     """
 
     def __init__(self, classes: list[CoefficientClass], step: Tensor) -> None:
         self.classes, self.step = classes, step
+        offsets = [offset for group in classes for offset in [group.offset] * group.num_coefficients]
+        self.offset = torch.tensor(offsets, device=step.device)
 
     @property
     def num_tokens(self) -> int:
@@ -194,21 +197,20 @@ class CoefficientStore(BatchedState):
         parts: list[Tensor] = []
         start = 0
         for group in self.classes:
-            mine = scaled[..., start : start + group.num_coefficients]
-            constant = mine.sum(-1, keepdim=True) * group.offset
+            stop = start + group.num_coefficients
             for index, raw in enumerate(group.segments()):
                 if digits is not None and raw.dtype == torch.int8:
                     product = digits.product(raw[0], start).unsqueeze(0)
                 else:
-                    product = torch.matmul(mine.to(rows.dtype), raw.to(rows.dtype)).float()
-                product += constant
+                    product = torch.matmul(scaled[..., start:stop].to(rows.dtype), raw.to(rows.dtype)).float()
                 if index == len(parts):
                     parts.append(product)
                 else:
                     parts[index] += product
-            start += group.num_coefficients
+            start = stop
         parts[0] = parts[0][..., : self.classes[0].main_tokens]
-        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        whole = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        return whole.add_(torch.matmul(scaled, self.offset).unsqueeze(-1))
 
     def mix(self, weights: Tensor) -> Tensor:
         """`weights · coefficients`: [S, P, M] -> [S, P, R], fp32."""
@@ -217,17 +219,19 @@ class CoefficientStore(BatchedState):
         parts = [main] if first.tail is None else [main, weights[..., first.main_tokens :]]
         use_digits = integer_path(weights)
         digits = [Digits(part[0]) for part in parts] if use_digits else []
-        total = weights.float().sum(-1, keepdim=True)
         outputs = []
         for group in self.classes:
-            mixed = total * group.offset
+            mixed: Tensor | None = None
             for index, raw in enumerate(group.segments()):
                 if use_digits and raw.dtype == torch.int8:
-                    mixed = mixed + digits[index].product(raw[0].T).unsqueeze(0)
+                    product = digits[index].product(raw[0].T).unsqueeze(0)
                 else:
-                    mixed = mixed + torch.matmul(parts[index].to(weights.dtype), raw.to(weights.dtype).mT).float()
+                    product = torch.matmul(parts[index].to(weights.dtype), raw.to(weights.dtype).mT).float()
+                mixed = product if mixed is None else mixed.add_(product)
+            assert mixed is not None
             outputs.append(mixed)
-        return torch.cat(outputs, dim=-1) * self.step.unsqueeze(1)
+        total = weights.float().sum(-1, keepdim=True)
+        return torch.cat(outputs, dim=-1).addcmul_(total, self.offset).mul_(self.step.unsqueeze(1))
 
     def coefficients(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Every coefficient [S, M, R]; for the probe, for tests and plots."""
@@ -238,16 +242,23 @@ class CoefficientStore(BatchedState):
             columns.append(torch.cat(segments, dim=-1).to(dtype) + group.offset)
         return torch.cat(columns, dim=1).mT * self.step.unsqueeze(1).to(dtype)
 
-    def append(self, values: Tensor) -> None:
-        """Fold in a tile of coefficients [S, tile tokens, R] with the fixed steps."""
-        start = 0
+    def append(self, values: Tensor) -> Tensor:
+        """Fold in a tile of coefficients [S, tile tokens, R] with the fixed steps; returns them as stored."""
+        start, stored = 0, []
         for group in self.classes:
             columns = slice(start, start + group.num_coefficients)
             mine, step = values[..., columns], self.step[:, columns]
-            group.append(mine if group.bits == UNQUANTIZED else encode(mine, step, group.bits))
+            if group.bits == UNQUANTIZED:
+                group.append(mine)
+                stored.append(mine)
+            else:
+                codes = encode(mine, step, group.bits)
+                group.append(codes)
+                stored.append((codes.float() + (0.5 - 2 ** (group.bits - 1))) * step.unsqueeze(1))
             start += group.num_coefficients
         if self.classes[0].tail_tokens >= MERGE_TOKENS:
             self.merge()
+        return torch.cat(stored, dim=-1)
 
     def reorder(self, order: Tensor) -> None:
         """Bring the tokens of each stream into the order [S, M] (before anything is folded in)."""
@@ -266,5 +277,5 @@ class CoefficientStore(BatchedState):
 
 
 def class_bytes(bits: int, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of one coefficient's codes in the main segment, its step included."""
-    return (padded(tokens) * dtype.itemsize if bits == UNQUANTIZED else packed_bytes(padded(tokens), bits)) + 4
+    """Bytes of one coefficient's codes in the main segment, its step and offset included."""
+    return (padded(tokens) * dtype.itemsize if bits == UNQUANTIZED else packed_bytes(padded(tokens), bits)) + 8

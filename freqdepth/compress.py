@@ -7,7 +7,6 @@ n tokens of the row, r residual tokens, d head dimension, D = J * Hs * d feature
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +23,8 @@ from freqdepth.codes import (
     squared_error,
     step_sizes,
 )
-from freqdepth.layout import SharedSide
-from freqdepth.probe import LayerProbe
+from freqdepth.drafts import BlockInput, Candidate, Draft, DraftSide
+from freqdepth.shared import SharedSide
 from freqdepth.transform import align_layers, depth_klt, stack_features, unstack_features
 
 if TYPE_CHECKING:
@@ -35,79 +34,6 @@ if TYPE_CHECKING:
 _SAMPLE_TOKENS = 384
 # Candidate steps as multiples of a Gaussian's best one: heavier tails want wider steps.
 _STEP_MULTIPLES = (1.0, 1.35, 1.8)
-
-
-@dataclass
-class BlockInput:
-    """What a block of one row is compressed from.
-
-    Attributes:
-        keys, values: middle tokens [J, H, M, d], any dtype; keys as the shared form stores them (pre- or post-RoPE).
-        exact_keys: the keys post-RoPE.
-        probes: per layer.
-        token_weight: [J, H, M] of the middle tokens (see `LayerProbe`).
-        dtype: of the cache.
-        index: the block's number.
-        positions, frequencies: int32 [M] and inverse frequencies, when `keys` are pre-RoPE.
-    """
-
-    keys: Tensor
-    values: Tensor
-    exact_keys: Tensor
-    probes: list[LayerProbe]
-    token_weight: Tensor
-    dtype: torch.dtype
-    index: int
-    positions: Tensor | None = None
-    frequencies: Tensor | None = None
-
-
-@dataclass
-class Candidate:
-    """One side before quantisation: coefficients of every candidate column."""
-
-    features: Tensor  # [S, M, D], centred and weighted
-    mean: Tensor  # [J, S, Hs, 1, d]
-    weight: Tensor  # [J, S, Hs, d]
-    columns: Tensor | None  # KLT basis [S, D, R]
-    rotation: Tensor | None
-    coefficients: Tensor  # [S, M, R]
-    energy: Tensor  # cumulative energy shares of stream 0, [R]
-
-
-@dataclass
-class DraftSide:
-    """One side after quantisation, not yet packed.
-
-    Attributes:
-        columns: indices of the kept coefficients, widest first.
-        widths: (bits, coefficients) in that order.
-        raw: per width, codes or coefficients [S, M, R_w].
-        step: [S, R].
-        token_error: [S, M], squared error of each token in the candidate's domain (basis columns taken as exact).
-    """
-
-    columns: Tensor
-    widths: list[tuple[int, int]]
-    raw: list[Tensor]
-    step: Tensor
-    token_error: Tensor
-
-
-@dataclass
-class Draft:
-    """A shared form that has been decided but not stored.
-
-    Attributes:
-        keys, values: the two sides.
-        num_bytes: what storing takes.
-        price: λ, loss per byte.
-    """
-
-    keys: DraftSide
-    values: DraftSide
-    num_bytes: int
-    price: float
 
 
 class SharedFitter:

@@ -14,108 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from freqdepth.basis import DepthBasis
-from freqdepth.codes import CoefficientStore
+from freqdepth.shared import ResidualStore, SharedSide
 from kvcore.kernels import causal_bias
-from kvcore.quant import QuantizedTensor
 from kvcore.rope import shift_positions
 from kvcore.state import BatchedState
-
-# Keys before RoPE are turned a tile at a time: no full-size key exists.
-_ROTATION_TILE = 512
-
-
-class SharedSide(BatchedState):
-    """Keys or values of the shared heads: coefficients, layer bases, means.
-
-    Attributes:
-        coefficients, basis: see their classes.
-        mean: [J, S, Hs, 1, d], in the model's dtype.
-    """
-
-    def __init__(self, coefficients: CoefficientStore, basis: DepthBasis, mean: Tensor) -> None:
-        self.coefficients, self.basis, self.mean = coefficients, basis, mean
-
-    def logits(self, query: Tensor, layer: int) -> Tensor:
-        """`query · reconstructed keys`: [S, Hs, P, d] -> [S, Hs, P, M], fp32; no key is reconstructed."""
-        product = self.coefficients.logits(self.basis.absorb(query, layer)).unflatten(1, query.shape[1:3])
-        return product.add_(torch.matmul(query, self.mean[layer].to(query.dtype).mT))
-
-    def rotated_logits(self, query: Tensor, layer: int, positions: Tensor, frequencies: Tensor) -> Tensor:
-        """The same for coefficients of keys before RoPE, which stand at `positions` [S or 1, M]."""
-        basis = self.basis.matrix(layer, torch.float32)
-        mean, query = self.mean[layer].float(), query.float()
-        parts = []
-        for tile, where in zip(
-            self.coefficients.coefficients().split(_ROTATION_TILE, dim=1),
-            positions.split(_ROTATION_TILE, dim=1),
-            strict=True,
-        ):
-            keys = torch.einsum("smr,srhd->shmd", tile, basis) + mean
-            parts.append(torch.matmul(query, shift_positions(keys, where.unsqueeze(1), frequencies).mT))
-        return torch.cat(parts, dim=-1)
-
-    def output(self, weights: Tensor, layer: int) -> Tensor:
-        """`weights · reconstructed values`: [S, Hs, P, M] -> [S, Hs, P, d]."""
-        mixed = self.coefficients.mix(weights.flatten(1, 2))
-        total = weights.sum(-1, keepdim=True)
-        expanded = self.basis.expand(mixed, layer, weights.shape[1], weights.dtype)
-        return torch.addcmul(expanded, total, self.mean[layer].to(weights.dtype))
-
-    def fold(self, x: Tensor) -> Tensor:
-        """Append tokens [J, S, Hs, F, d]; returns their squared error relative to their energy about the mean."""
-        centred = x.float() - self.mean.float()
-        self.coefficients.append(self.basis.project(centred))
-        return (self.reconstruct(x.shape[3]) - x.float()).square().sum() / centred.square().sum().clamp_min(1e-20)
-
-    def reconstruct(self, newest: int) -> Tensor:
-        """The newest tokens as [J, S, Hs, newest, d]; for the fold error and tests."""
-        latest = self.coefficients.coefficients()[:, -newest:]
-        layers = [
-            torch.einsum("smr,srhd->shmd", latest, self.basis.matrix(layer, torch.float32))
-            for layer in range(self.mean.shape[0])
-        ]
-        return torch.stack(layers) + self.mean.float()
-
-
-class ResidualStore(BatchedState):
-    """High-frequency corrections of the first r middle tokens, for the heads in residual mode.
-
-    Attributes:
-        heads: the KV heads.
-        components: per depth component [Hres, r, d], quantised or in the model's dtype: one per layer with a KLT, one
-            per high frequency with a DCT.
-        mixing: [J, components], fp32, or None when component j is layer j's correction.
-        rotation: [J, Hres, d, d] of an aligned DCT, or None.
-    """
-
-    def __init__(
-        self,
-        heads: list[int],
-        components: list[QuantizedTensor | Tensor],
-        mixing: Tensor | None,
-        rotation: Tensor | None,
-    ) -> None:
-        self.heads, self.components = heads, components
-        self.mixing, self.rotation = mixing, rotation
-
-    def layer(self, layer: int, dtype: torch.dtype) -> Tensor:
-        """Corrections of one layer: [Hres, r, d]."""
-        if self.mixing is None:
-            return _dense(self.components[layer], dtype)
-        stacked = torch.stack([_dense(component, torch.float32) for component in self.components])
-        correction = torch.einsum("c,chrd->hrd", self.mixing[layer], stacked)
-        if self.rotation is not None:
-            correction = correction @ self.rotation[layer].float().mT
-        return correction.to(dtype)
-
-    @property
-    def num_tokens(self) -> int:
-        return _dense(self.components[0], torch.float32).shape[1]
-
-
-def _dense(component: QuantizedTensor | Tensor, dtype: torch.dtype) -> Tensor:
-    return component.to(dtype) if isinstance(component, Tensor) else component.dequantize(dtype)
 
 
 @dataclass

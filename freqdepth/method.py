@@ -73,10 +73,10 @@ class FreqDepth(Method):
     low_frequencies: int = 1
     modes: Sequence[str] = MODES
     residual_tokens: int | None = None
-    residual_bits: int = 4
+    residual_bits: int = 3
     probe_queries: int = 64
     probe_weighting: Weighting = "attention"
-    key_emphasis: float = 2.0
+    key_emphasis: float = 4.0
     channel_floor: float = 0.1
     num_sinks: int = 4
     window: int = 16

@@ -15,11 +15,13 @@ from torch import Tensor
 from freqdepth.allocation import Offer, choose_levels
 from freqdepth.basis import DctBasis
 from freqdepth.codes import UNQUANTIZED
-from freqdepth.compress import BlockInput, Draft, DraftSide, SharedFitter
-from freqdepth.layout import BlockReport, ResidualStore, RowBlock, SharedSide
+from freqdepth.compress import SharedFitter
+from freqdepth.drafts import BlockInput, Draft, DraftSide
+from freqdepth.layout import BlockReport, RowBlock
+from freqdepth.losses import token_losses
+from freqdepth.shared import ResidualStore, SharedSide
 from freqdepth.transform import dct_basis
 from kvcore.quant import quantize, quantized_bytes
-from kvcore.rope import shift_positions
 
 if TYPE_CHECKING:
     from freqdepth.method import FreqDepth
@@ -30,8 +32,6 @@ _RESIDUAL_SHARES = (0.0, 0.0025, 0.01, 0.03, 0.1)
 _RESIDUAL_LIMIT = 0.3
 # Fewer residual tokens than this are not worth their bookkeeping.
 _FEWEST_RESIDUALS = 4
-# Tokens on which eq. 2 is evaluated in full.
-_SAMPLE_TOKENS = 256
 
 
 class SmallestBytesError(ValueError):
@@ -74,53 +74,6 @@ class Plan:
     @property
     def total(self) -> float:
         return sum(self.losses)
-
-
-def sampled_losses(block: BlockInput, fitter: SharedFitter, draft: Draft, tokens: Tensor) -> Tensor:
-    """Eq. 2's data term of some middle tokens: the probe queries' squared logit errors, weighed by what the token
-    means to the probe, plus the same of the values' errors.
-
-    Args:
-        block: the input.
-        fitter, draft: the shared form.
-        tokens: [S, k] of each stream.
-
-    Returns:
-        [H', k].
-    """
-    heads = fitter.heads
-    key_error, value_error = fitter.errors(0, draft.keys, tokens), fitter.errors(1, draft.values, tokens)
-    if block.positions is not None:
-        assert block.frequencies is not None
-        key_error = shift_positions(key_error, block.positions[tokens].unsqueeze(0), block.frequencies)
-    rows = tokens.expand(len(heads), -1)
-    losses = torch.zeros(rows.shape, device=tokens.device)
-    for layer, probe in enumerate(block.probes):
-        queries = probe.queries[heads].flatten(1, 2)  # [H', G * P, d]
-        logit_error = torch.matmul(queries, key_error[layer].mT).square_().mean(1)
-        weight = block.token_weight[layer, heads]
-        relative = weight / weight.mean(-1, keepdim=True).clamp_min(1e-30)
-        value_loss = value_error[layer].square().sum(-1) * probe.value_weight[heads, None].square()
-        losses += logit_error * weight.gather(1, rows) + value_loss * relative.gather(1, rows)
-    return losses
-
-
-def token_losses(block: BlockInput, fitter: SharedFitter, draft: Draft) -> Tensor:
-    """Loss [H', M] of every head and middle token in the shared form.
-
-    With a KLT, a token's squared error in the metric domain is its expected loss, known without any reconstruction;
-    the level of each head comes from eq. 2 itself on an even sample of tokens. With a DCT every token is evaluated.
-    """
-    num_tokens, heads = block.keys.shape[2], fitter.heads
-    streams = draft.keys.token_error.shape[0]
-    if fitter.options.basis != "klt":
-        return sampled_losses(block, fitter, draft, torch.arange(num_tokens).expand(streams, -1))
-    sample = torch.arange(0, num_tokens, max(1, num_tokens // _SAMPLE_TOKENS))
-    level = sampled_losses(block, fitter, draft, sample.expand(streams, -1)).sum(-1) * num_tokens / sample.shape[0]
-    weight = block.token_weight[:, heads]
-    relative = (weight / weight.mean(-1, keepdim=True).clamp_min(1e-30)).mean(0)  # [H', M]
-    felt = (draft.keys.token_error + draft.values.token_error) * relative
-    return level[:, None] * felt / felt[:, sample].mean(-1, keepdim=True).clamp_min(1e-30) / num_tokens
 
 
 class ModeChooser:

@@ -77,9 +77,9 @@ class ProbeCollector:
             self._other = [(no_position, nothing, no_position.bool())] * batch
         for row in range(batch):
             first = max(start, padding[row])
-            self._observe_row(row, query[row], start, torch.arange(first, num_keys))
+            self._observe_row(row, query[row], start, torch.arange(first, num_keys), padding[row])
 
-    def _observe_row(self, row: int, query: Tensor, start: int, positions: Tensor) -> None:
+    def _observe_row(self, row: int, query: Tensor, start: int, positions: Tensor, padding: int) -> None:
         recent = positions[-self.plan.num_recent :]
         old_positions, old_queries = self._recent[row]
         keep = max(self.plan.num_recent - recent.shape[0], 0)
@@ -90,7 +90,7 @@ class ProbeCollector:
         )
         boundaries = self.plan.boundaries[row] if self.plan.boundaries else []
         is_boundary = torch.isin(positions, torch.tensor(boundaries, dtype=torch.long))
-        chosen = positions[is_boundary | (positions % CANDIDATE_STRIDE == 0)]
+        chosen = positions[is_boundary | ((positions - padding) % CANDIDATE_STRIDE == 0)]
         others = self._other[row]
         self._other[row] = (
             torch.cat([others[0], chosen]),

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from freqdepth.basis import KltBasis
 from freqdepth.cache import FreqDepthCache
-from freqdepth.layout import ResidualStore, RowBlock, SharedSide
+from freqdepth.layout import RowBlock
+from freqdepth.shared import ResidualStore, SharedSide
 from kvcore.quant import QuantizedTensor
 
 MODE_COLORS = {"shared": "#4c72b0", "residual": "#dd8452", "exact": "#55a868"}
@@ -60,7 +61,7 @@ def bytes_by_part(row: RowBlock) -> dict[str, int]:
 
 def _add_side(parts: dict[str, int], side: SharedSide) -> None:
     parts["coefficients"] += _bytes(t for group in side.coefficients.classes for t in group.tensors())
-    parts["steps"] += side.coefficients.step.nbytes
+    parts["steps"] += side.coefficients.step.nbytes + side.coefficients.offset.nbytes
     parts["means and metric"] += side.mean.nbytes
     basis = _bytes(side.basis.tensors())
     if isinstance(side.basis, KltBasis):

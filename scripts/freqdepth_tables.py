@@ -28,7 +28,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache
 
-from freqdepth.compress import BlockInput, SharedFitter
+from freqdepth.compress import SharedFitter
+from freqdepth.drafts import BlockInput
 from freqdepth.method import FreqDepth
 from freqdepth.probe import LayerProbe
 from freqdepth.transform import align_layers, depth_transform, stack_features

@@ -1,0 +1,87 @@
+"""What passes between the steps of compressing a block: its input, candidate coefficients, and decided drafts.
+
+Legend: J layers of the block, H KV heads, S streams, Hs heads per stream, M middle tokens, d head dimension,
+D = J * Hs * d features, R coefficients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freqdepth.probe import LayerProbe
+
+
+@dataclass
+class BlockInput:
+    """What a block of one row is compressed from.
+
+    Attributes:
+        keys, values: middle tokens [J, H, M, d], any dtype; keys as the shared form stores them (pre- or post-RoPE).
+        exact_keys: the keys post-RoPE.
+        probes: per layer.
+        token_weight: [J, H, M] of the middle tokens (see `LayerProbe`).
+        dtype: of the cache.
+        index: the block's number.
+        positions, frequencies: int32 [M] and inverse frequencies, when `keys` are pre-RoPE.
+    """
+
+    keys: Tensor
+    values: Tensor
+    exact_keys: Tensor
+    probes: list[LayerProbe]
+    token_weight: Tensor
+    dtype: torch.dtype
+    index: int
+    positions: Tensor | None = None
+    frequencies: Tensor | None = None
+
+
+@dataclass
+class Candidate:
+    """One side before quantisation: coefficients of every candidate column."""
+
+    features: Tensor  # [S, M, D], centred and weighted
+    mean: Tensor  # [J, S, Hs, 1, d]
+    weight: Tensor  # [J, S, Hs, d]
+    columns: Tensor | None  # KLT basis [S, D, R]
+    rotation: Tensor | None
+    coefficients: Tensor  # [S, M, R]
+    energy: Tensor  # cumulative energy shares of stream 0, [R]
+
+
+@dataclass
+class DraftSide:
+    """One side after quantisation, not yet packed.
+
+    Attributes:
+        columns: indices of the kept coefficients, widest first.
+        widths: (bits, coefficients) in that order.
+        raw: per width, codes or coefficients [S, M, R_w].
+        step: [S, R].
+        token_error: [S, M], squared error of each token in the candidate's domain (basis columns taken as exact).
+    """
+
+    columns: Tensor
+    widths: list[tuple[int, int]]
+    raw: list[Tensor]
+    step: Tensor
+    token_error: Tensor
+
+
+@dataclass
+class Draft:
+    """A shared form that has been decided but not stored.
+
+    Attributes:
+        keys, values: the two sides.
+        num_bytes: what storing takes.
+        price: λ, loss per byte.
+    """
+
+    keys: DraftSide
+    values: DraftSide
+    num_bytes: int
+    price: float

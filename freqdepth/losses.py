@@ -1,0 +1,64 @@
+"""Eq. 2's data term: what a shared form loses, token by token and head by head.
+
+Legend: J layers of the block, H' shared KV heads, G query heads per KV head, S streams, M middle tokens,
+P probe queries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from freqdepth.compress import SharedFitter
+from freqdepth.drafts import BlockInput, Draft
+from kvcore.rope import shift_positions
+
+# Tokens on which eq. 2 is evaluated in full.
+_SAMPLE_TOKENS = 256
+
+
+def sampled_losses(block: BlockInput, fitter: SharedFitter, draft: Draft, tokens: Tensor) -> Tensor:
+    """Eq. 2's data term of some middle tokens: the probe queries' squared logit errors, weighed by what the token
+    means to the probe, plus the same of the values' errors.
+
+    Args:
+        block: the input.
+        fitter, draft: the shared form.
+        tokens: [S, k] of each stream.
+
+    Returns:
+        [H', k].
+    """
+    heads = fitter.heads
+    key_error, value_error = fitter.errors(0, draft.keys, tokens), fitter.errors(1, draft.values, tokens)
+    if block.positions is not None:
+        assert block.frequencies is not None
+        key_error = shift_positions(key_error, block.positions[tokens].unsqueeze(0), block.frequencies)
+    rows = tokens.expand(len(heads), -1)
+    losses = torch.zeros(rows.shape, device=tokens.device)
+    for layer, probe in enumerate(block.probes):
+        queries = probe.queries[heads].flatten(1, 2)  # [H', G * P, d]
+        logit_error = torch.matmul(queries, key_error[layer].mT).square_().mean(1)
+        weight = block.token_weight[layer, heads]
+        relative = weight / weight.mean(-1, keepdim=True).clamp_min(1e-30)
+        value_loss = value_error[layer].square().sum(-1) * probe.value_weight[heads, None].square()
+        losses += logit_error * weight.gather(1, rows) + value_loss * relative.gather(1, rows)
+    return losses
+
+
+def token_losses(block: BlockInput, fitter: SharedFitter, draft: Draft) -> Tensor:
+    """Loss [H', M] of every head and middle token in the shared form.
+
+    With a KLT, a token's squared error in the metric domain is its expected loss, known without any reconstruction;
+    the level of each head comes from eq. 2 itself on an even sample of tokens. With a DCT every token is evaluated.
+    """
+    num_tokens, heads = block.keys.shape[2], fitter.heads
+    streams = draft.keys.token_error.shape[0]
+    if fitter.options.basis != "klt":
+        return sampled_losses(block, fitter, draft, torch.arange(num_tokens).expand(streams, -1))
+    sample = torch.arange(0, num_tokens, max(1, num_tokens // _SAMPLE_TOKENS))
+    level = sampled_losses(block, fitter, draft, sample.expand(streams, -1)).sum(-1) * num_tokens / sample.shape[0]
+    weight = block.token_weight[:, heads]
+    relative = (weight / weight.mean(-1, keepdim=True).clamp_min(1e-30)).mean(0)  # [H', M]
+    felt = (draft.keys.token_error + draft.values.token_error) * relative
+    return level[:, None] * felt / felt[:, sample].mean(-1, keepdim=True).clamp_min(1e-30) / num_tokens
