@@ -80,6 +80,8 @@ def feed(model: PreTrainedModel, cache, ids: Tensor, step: int = 1) -> Tensor:
 def run_main(monkeypatch, capsys, main, *arguments: str) -> tuple[int, str, str]:
     """Run a command-line entry point in this process; returns (exit code, stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments])
+    # Hydra's logging setup shuts every handler down, and absl's closes the stream that pytest gave it
+    monkeypatch.setattr(logging, "_handlerList", [])
     code, handlers = 0, logging.root.handlers[:]
     try:
         main()
