@@ -10,7 +10,17 @@ import itertools
 
 import pytest
 import torch
-from contract_cases import attempt, fed, generate, left_padded, live_storages, prefilled, stored, token_ids
+from contract_cases import (
+    attempt,
+    fed,
+    generate,
+    left_padded,
+    live_storages,
+    prefilled,
+    stored,
+    stored_of_row,
+    token_ids,
+)
 
 import kvcore.baselines  # noqa: F401 - registers the methods
 from kvcore.attention import prefill
@@ -110,14 +120,15 @@ def test_a3_step_lengths_and_attention_backends(model, name):
     eager.set_attn_implementation("eager")
     _, full_logits = prefilled(model, "full", ids)
     exact = model(torch.cat([ids, more], dim=1)).logits[:, 60:]
+    whole = build_method(name).new_cache(model, 1.0)
+    prefill(model, whole, ids)
+    start, logits = prefilled(model, name, ids)
+    twin, _ = prefilled(eager, name, ids)
+    torch.testing.assert_close(logits, full_logits, atol=1e-4, rtol=1e-4)
     for step in (1, 2, 16):
-        cache, logits = prefilled(model, name, ids)
-        other, _ = prefilled(eager, name, ids)
-        torch.testing.assert_close(logits, full_logits, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(fed(model, cache, more, step), fed(eager, other, more, step), atol=1e-4, rtol=1e-4)
-        whole = build_method(name).new_cache(model, 1.0)
-        prefill(model, whole, ids)
-        torch.testing.assert_close(fed(model, whole, more, step), exact, atol=1e-3, rtol=1e-3)
+        one, other, unbounded = copy.deepcopy(start), copy.deepcopy(twin), copy.deepcopy(whole)
+        torch.testing.assert_close(fed(model, one, more, step), fed(eager, other, more, step), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(fed(model, unbounded, more, step), exact, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -190,9 +201,9 @@ def test_c2_rows_do_not_mix(model, name):
     prompts[1] = token_ids(1, 20, 77)[0]
     changed, _ = prefilled(model, name, *left_padded(prompts), budgets=(share,))
     assert torch.equal(fed(model, changed, more)[[0, 2]], logits[[0, 2]])
-    for old, new in zip(stored(cache), stored(changed), strict=True):
-        assert old.shape[0] == 3  # every stored tensor carries the batch first
-        assert torch.equal(old[[0, 2]], new[[0, 2]])
+    for row in (0, 2):
+        for old, new in zip(stored_of_row(cache, row, 3), stored_of_row(changed, row, 3), strict=True):
+            assert torch.equal(old, new)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -200,11 +211,12 @@ def test_d1_beams_reorder_everything(model, name):
     ids, mask = left_padded([token_ids(1, n, n)[0] for n in (33, 20, 48)])
     cache, _ = prefilled(model, name, ids, mask)
     fed(model, cache, token_ids(3, 3, 4))
-    before, order = [tensor.clone() for tensor in stored(cache)], torch.tensor([2, 0, 1])
+    before, order = [stored_of_row(cache, row, 3) for row in range(3)], torch.tensor([2, 0, 1])
     twin = copy.deepcopy(cache)
     cache.reorder_cache(order)
-    for old, new in zip(before, stored(cache), strict=True):
-        assert torch.equal(old[order], new)
+    for row, source in enumerate(order.tolist()):
+        for old, new in zip(before[source], stored_of_row(cache, row, 3), strict=True):
+            assert torch.equal(old, new)
     more = token_ids(3, 3, 5)
     assert torch.equal(fed(model, cache, more[order]), fed(model, twin, more)[order])
     beams = {"num_beams": 3, "num_return_sequences": 3}
