@@ -6,7 +6,6 @@ the context's characters, so cutting it off changes no token.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +99,10 @@ def _rendered(
 
     # the mark finds the cut; blanks that a template trims off the whole message would survive beside it
     text = render(context + question)
-    cut = len(os.path.commonprefix([text, render(context + _MARK + question).partition(_MARK)[0]]))
+    head = render(context + _MARK + question).partition(_MARK)[0]
+    cut = next(
+        (index for index, (a, b) in enumerate(zip(text, head, strict=False)) if a != b), min(len(text), len(head))
+    )
     return text[:cut], text[cut:]
 
 
