@@ -172,3 +172,14 @@ def test_h1_values_that_are_not_finite_name_the_layer(model):
             prefill(model, cache, token_ids(1, 50))
     finally:
         weight.copy_(kept)
+
+
+@pytest.mark.slow
+def test_device_bytes_follow_the_budget_through_1024_tokens(model):
+    cache = build_method("sekv", checkpoint="none").new_cache(model, 0.3)
+    prefill(model, cache, token_ids(1, 900))
+    for step in range(16):
+        model(input_ids=token_ids(1, 64, step), cache=cache)
+        share = cache.memory_bytes()[0] / cache.spec.full_bytes(cache.logical_length)
+        assert 0.3 * 0.96 <= share <= 0.3 * 1.02, step
+    assert cache.ledger.device_share <= 0.3 * 1.02
