@@ -62,6 +62,10 @@ class Method:
                 "Use budget=1.0, or a checkpoint with full attention"
             )
 
+    def note(self, spec: ModelSpec) -> str:
+        """What a reader of a result must know beyond the options (which trained weights, for example); often nothing."""
+        return ""
+
     def new_cache(
         self,
         model: PreTrainedModel,

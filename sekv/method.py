@@ -44,6 +44,20 @@ class SeKV(SeKVOptions, Method):
         form = {field: getattr(config, field) for field in FORM_FIELDS}
         return cls(**{**form, "checkpoint": str(path), **options})  # type: ignore[arg-type]
 
+    def checkpoint_path(self, spec: ModelSpec) -> Path | None:
+        """The checkpoint in use; None when routing is untrained."""
+        if self.checkpoint == "none":
+            return None
+        return (
+            find_router(router_config(spec, **self.router_form()), spec)
+            if self.checkpoint == "auto"
+            else Path(self.checkpoint)
+        )
+
+    def note(self, spec: ModelSpec) -> str:
+        path = self.checkpoint_path(spec)
+        return "untrained routing" if path is None else f"router {path.name}"
+
     def router(self, spec: ModelSpec) -> Router:
         """The router that `checkpoint` asks for.
 
@@ -52,9 +66,7 @@ class SeKV(SeKVOptions, Method):
             ValueError: a checkpoint of another backbone, shape or form.
         """
         wanted = router_config(spec, **self.router_form())
-        if self.checkpoint == "none":
-            return Router(wanted).requires_grad_(False).eval()
-        path = find_router(wanted, spec) if self.checkpoint == "auto" else Path(self.checkpoint)
+        path = self.checkpoint_path(spec)
         if path is None:
             return Router(wanted).requires_grad_(False).eval()
         router = load_router(path, spec)

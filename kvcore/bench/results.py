@@ -130,6 +130,7 @@ def _identity(row: dict[str, Any], task: str, backbone: str) -> dict[str, Any]:
         "budget_scope": row["budget_scope"],
         "context": row["context"],
         "reference_only": row["reference_only"],
+        "note": row.get("note", ""),
         "compress_question": row["compress_question"],
     }
 

@@ -155,6 +155,7 @@ def _run_bench(
                     "context": sample.context_length or row.get("prompt_tokens"),
                     "compress_question": bench.compress_question,
                     **run.columns,
+                    "note": run.method.note(backbone.spec),
                     **({"depth": sample.meta["depth"]} if "depth" in sample.meta else {}),
                     **row,
                     "score": next(iter(row["metrics"].values()), None),

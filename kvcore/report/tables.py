@@ -37,6 +37,7 @@ def summary_table(bench: str, rows: Sequence[dict[str, Any]]) -> Table:
         group = {row["metric"]: row for row in shown if _row_key(row) == key}
         first = next(iter(group.values()))
         name = first["method"] + (" (reference)" if first.get("reference_only") else "")
+        name += f" ({first['note']})" if first.get("note") else ""
         cells = [name, first["task"], str(first["context"]), f"{first['budget']:g}", str(first["n"])]
         cells += [_with_interval(group[metric]) if metric in group else "-" for metric in metrics]
         cells += [
