@@ -63,7 +63,7 @@ class Method:
             )
 
     def note(self, spec: ModelSpec) -> str:
-        """What a reader of a result must know beyond the options (which trained weights, for example); often nothing."""
+        """What a reader of a result must know beyond the options, such as which trained weights; often nothing."""
         return ""
 
     def new_cache(
