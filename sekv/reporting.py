@@ -71,13 +71,15 @@ class RunReporter:
         self.bar.update(self.task, completed=step, numbers=numbers)
         every = max(1, self.steps // PLAIN_LINES)
         if not self.console.is_terminal and (step % every == 0 or step in (1, self.steps)):
-            self.console.print(f"step {step}/{self.steps} {numbers} {record['seconds']:.0f}s", highlight=False)
+            self.console.print(
+                f"step {step}/{self.steps} {numbers} {record['seconds']:.0f}s", highlight=False, soft_wrap=True
+            )
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """Measures on held-out documents."""
         self._write(record)
         numbers = " ".join(f"{k.removeprefix('eval/')} {v:.4g}" for k, v in record.items() if k != "step")
-        self.console.print(f"held out, step {record['step']}: {numbers}", highlight=False)
+        self.console.print(f"held out, step {record['step']}: {numbers}", highlight=False, soft_wrap=True)
 
     def _write(self, record: dict[str, Any]) -> None:
         self.tracker.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
