@@ -66,6 +66,14 @@ def stored(cache):
     return [tensor for state in cache.stored_states() for tensor in state.tensors()]
 
 
+def stored_of_row(cache, row, rows):
+    """Copies of what is stored of one batch row: its slice of every tensor, or its own ones where rows lie apart."""
+    if hasattr(cache, "row_tensors"):
+        return [tensor.clone() for tensor in cache.row_tensors(row)]
+    assert all(tensor.shape[0] == rows for tensor in stored(cache))  # every stored tensor carries the batch first
+    return [tensor[row].clone() for tensor in stored(cache)]
+
+
 def live_storages(value, seen=None, found=None):
     """Every storage reachable from a value through any attribute, counted once: {address: bytes}."""
     seen, found = (set() if seen is None else seen), ({} if found is None else found)
