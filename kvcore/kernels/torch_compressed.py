@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcore.kernels.operands import DENSE_BITS, Band, Coefficients, check_lines
 from kvcore.kernels.torch_path import decode_attention, group_queries, merge_states, softmax_weights
-from kvcore.kernels.unpacking import Unpacker, tile_length
+from kvcore.kernels.unpacking import Unpacker, tile_length, tiles
 from kvcore.quant import QuantizedTensor, decode_scales
 
 
@@ -153,16 +153,14 @@ def packed_logits(rows: Tensor, codes: Tensor, bits: int, num_tokens: int) -> Te
         fp32 [B, Hc, P, N].
     """
     batch, streams, count, num_coefficients = rows.shape
-    pieces = codes.unflatten(-1, (bits, -1))  # [B, Hc, R, bits, J]
+    lines, pieces = rows.flatten(0, 1), codes.flatten(0, 1).unflatten(-1, (bits, -1))  # [L, P, R], [L, R, bits, J]
     eighth = pieces.shape[-1]
-    logits = torch.empty(batch, streams, count, 8, eighth, dtype=torch.float32, device=rows.device)
+    logits = torch.empty(batch * streams, count, 8, eighth, dtype=torch.float32, device=rows.device)
     unpacker = Unpacker(rows.dtype, rows.device)
-    size = tile_length(8 * batch * streams * num_coefficients, eighth)
-    for first in range(0, eighth, size):
-        numbers = unpacker(pieces[..., first : first + size], bits)
-        product = torch.matmul(rows, numbers.flatten(-2))
-        logits[..., first : first + size] = product.unflatten(-1, (8, -1))
-    return logits.flatten(-2)[..., :num_tokens]
+    for some, run in tiles(batch * streams, 8 * num_coefficients, eighth):
+        numbers = unpacker(pieces[some, ..., run], bits)
+        logits[some, ..., run] = torch.bmm(lines[some], numbers.flatten(-2)).unflatten(-1, (8, -1))
+    return logits.flatten(-2)[..., :num_tokens].unflatten(0, (batch, streams))
 
 
 def band_mix(weights: Tensor, bands: list[Band], dtype: torch.dtype, products: PackedProducts) -> Tensor:
@@ -193,17 +191,15 @@ def packed_mix(weights: Tensor, codes: Tensor, bits: int) -> Tensor:
         fp32 [B, Hc, P, R].
     """
     batch, streams, count, num_tokens = weights.shape
-    pieces = codes.unflatten(-1, (bits, -1))
+    pieces = codes.flatten(0, 1).unflatten(-1, (bits, -1))  # [L, R, bits, J]
     num_coefficients, eighth = codes.shape[2], pieces.shape[-1]
-    eighths = F.pad(weights, (0, 8 * eighth - num_tokens)).unflatten(-1, (8, eighth))
-    mixed = torch.zeros(batch, streams, count, num_coefficients, dtype=torch.float32, device=weights.device)
+    eighths = F.pad(weights.flatten(0, 1), (0, 8 * eighth - num_tokens)).unflatten(-1, (8, eighth))
+    mixed = torch.zeros(batch * streams, count, num_coefficients, dtype=torch.float32, device=weights.device)
     unpacker = Unpacker(weights.dtype, weights.device)
-    size = tile_length(8 * batch * streams * num_coefficients, eighth)
-    for first in range(0, eighth, size):
-        numbers = unpacker(pieces[..., first : first + size], bits)
-        tile = eighths[..., first : first + size].flatten(-2)
-        mixed += torch.matmul(tile, numbers.flatten(-2).mT)
-    return mixed
+    for some, run in tiles(batch * streams, 8 * num_coefficients, eighth):
+        numbers = unpacker(pieces[some, ..., run], bits)
+        mixed[some] += torch.bmm(eighths[some, ..., run].flatten(-2), numbers.flatten(-2).mT)
+    return mixed.unflatten(0, (batch, streams))
 
 
 TORCH_PRODUCTS = PackedProducts(packed_logits, packed_mix)

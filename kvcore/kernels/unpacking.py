@@ -24,6 +24,25 @@ def tile_length(codes_per_step: int, total: int) -> int:
     return min(total, max(64, steps // 64 * 64) if steps >= 64 else steps)
 
 
+def tiles(num_lines: int, codes_per_byte: int, eighth: int) -> list[tuple[slice, slice]]:
+    """Tiles (lines, bytes of each eighth) that cover `num_lines` lines of `eighth` bytes.
+
+    A tile is long before it is wide: runs of neighbouring bytes are what vector instructions read.
+
+    Args:
+        num_lines: streams of all batch rows.
+        codes_per_byte: codes of one stream at one byte of every eighth.
+        eighth: bytes of an eighth.
+    """
+    length = tile_length(codes_per_byte, eighth)
+    width = min(num_lines, max(1, TILE_CODES // max(1, codes_per_byte * length)))
+    return [
+        (slice(line, line + width), slice(first, first + length))
+        for line in range(0, num_lines, width)
+        for first in range(0, eighth, length)
+    ]
+
+
 class Unpacker:
     """Turns packed codes into numbers of one dtype, through buffers that are allocated once.
 
