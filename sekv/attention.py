@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LARGEST_EXPONENT = 10.0  # of an entry of weight 0 relative to the largest that counts: bounds the gradient of the weight
+# Of an entry of weight 0 relative to the largest that counts: bounds the gradient of the weight.
+LARGEST_EXPONENT = 10.0
 
 
 @dataclass
