@@ -77,7 +77,7 @@ class FreqDepth(Method):
     probe_queries: int = 64
     probe_weighting: Weighting = "attention"
     key_emphasis: float = 4.0
-    channel_floor: float = 0.1
+    channel_floor: float = 0.5
     num_sinks: int = 4
     window: int = 16
     fold: int = 16
