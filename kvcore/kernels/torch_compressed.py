@@ -95,13 +95,14 @@ def _depth_logits(rows: Tensor, key: Coefficients, products: PackedProducts) -> 
     streams = turned.reshape(rows.shape[0], key.num_streams, -1, turned.shape[-1])
     logits = band_logits(streams, key.bands, products).view(*rows.shape[:3], -1)
     if key.mean is not None:
-        logits = logits + torch.matmul(rows.float(), key.mean.float().unsqueeze(-1))
+        logits = logits.add_(torch.matmul(rows.float(), key.mean.float().unsqueeze(-1)))
     if key.residual is None:
         return logits
     if key.residual_basis is not None:
         rows = torch.matmul(rows, key.residual_basis.to(rows.dtype).mT)
     first = torch.matmul(rows, key.residual.to(rows.dtype).mT).float()
-    return torch.cat([logits[..., : first.shape[-1]] + first, logits[..., first.shape[-1] :]], dim=-1)
+    logits[..., : first.shape[-1]] += first
+    return logits
 
 
 def _depth_output(weights: Tensor, value: Coefficients, dtype: torch.dtype, products: PackedProducts) -> Tensor:
@@ -133,7 +134,7 @@ def band_logits(rows: Tensor, bands: list[Band], products: PackedProducts) -> Te
             check_lines(band)
             part = products.logits(mine, band.codes, band.bits, band.num_tokens)
         if band.offset:
-            part = part + band.offset * mine.float().sum(-1, keepdim=True)
+            part = part.add_(band.offset * mine.float().sum(-1, keepdim=True))
         total = part if total is None else total.add_(part)
         start += band.num_coefficients
     assert total is not None
