@@ -13,7 +13,8 @@ from shared_data import first_records, shared
 
 from kvcore.bench.base import Sample, build_bench
 from kvcore.bench.ruler.data import fragment, read_questions, singular, split_prompt, task_configs, word_list
-from kvcore.bench.ruler.generate import LengthError, fit, make_growth, needle_growth, question_growth
+from kvcore.bench.ruler.fit import LengthError, fit
+from kvcore.bench.ruler.generate import make_growth, needle_growth, question_growth
 
 TASKS = tuple(task_configs())
 WORDS = ("Some text of our own. It has sentences! Does it? Yes, it does, and some of them are longer. " * 40).split()

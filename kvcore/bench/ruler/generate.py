@@ -1,8 +1,7 @@
 """Generate RULER prompts of any length: the largest haystack that fits, measured with the model's own tokenizer.
 
 Every builder takes a source of randomness and a number of units (sentences, words, documents) and returns a prompt
-that grows with the units. `fit` searches the number of units; it always ends, and refuses a length that cannot hold
-even the smallest prompt.
+that grows with the units; `kvcore.bench.ruler.fit` finds how many fit.
 """
 
 from __future__ import annotations
@@ -12,74 +11,16 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 
 from scipy.special import zeta
 
 from kvcore.bench.ruler.data import Draft, Question, QuestionSet, fragment, singular, task_configs, word_list
+from kvcore.bench.ruler.fit import Growth, largest_units
 
 DEPTHS = tuple(round(100 * i / 39) for i in range(40))
 EXAMPLE_TOKENS = 500
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-
-Builder = Callable[[random.Random, int], Draft]
-Counter = Callable[[Draft], int]
-
-
-@dataclass(frozen=True)
-class Growth:
-    """A builder with the range of its units.
-
-    Attributes:
-        build: makes a prompt from randomness and a number of units.
-        least: units of the smallest prompt that makes sense.
-        most: units that exist, or None for no end.
-    """
-
-    build: Builder
-    least: int
-    most: int | None = None
-
-
-class LengthError(ValueError):
-    """A length that cannot hold the smallest prompt of a task."""
-
-
-def fit(growth: Growth, seed: str, count: Counter, limit: int, guess: int | None = None) -> tuple[Draft, int]:
-    """The prompt with the most units within `limit` tokens, and its units.
-
-    Args:
-        growth: what to build.
-        seed: of the randomness; the same seed and units give the same prompt.
-        count: tokens of a prompt.
-        limit: tokens allowed.
-        guess: units of a similar prompt; skips the search, only shrinks.
-
-    Raises:
-        LengthError: the smallest prompt is longer than `limit`.
-    """
-
-    def tokens(units: int) -> int:
-        return count(growth.build(random.Random(seed), units))
-
-    units = guess if guess is not None else _search(tokens, growth.least, growth.most, limit)
-    while (length := tokens(units)) > limit:
-        if units <= growth.least:
-            raise LengthError(f"the smallest prompt takes {length} of {limit} tokens")
-        units = max(growth.least, min(units - 1, units * limit // length))
-    return growth.build(random.Random(seed), units), units
-
-
-def _search(tokens: Callable[[int], int], least: int, most: int | None, limit: int) -> int:
-    """Largest units within the limit, by doubling and bisection; `least` when even that is too long."""
-    low = high = least
-    while tokens(high) <= limit and high != most:
-        low, high = high, 2 * high if most is None else min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if tokens(middle) <= limit else (low, middle)
-    return high if tokens(high) <= limit else low
 
 
 def make_growth(task: str, length: int, count_text: Callable[[str], int], haystack: Sequence[str]) -> Growth:
@@ -194,7 +135,9 @@ def tracking_growth(num_hops: int, count_text: Callable[[str], int], example_tok
 
     least = num_hops + 1
     # where a tokenizer spends more than that on the smallest example, the smallest it is
-    units = _search(lambda n: count_text(example(random.Random("example"), n).context), least, None, example_tokens)
+    units = largest_units(
+        lambda n: count_text(example(random.Random("example"), n).context), least, None, example_tokens
+    )
     example_units = max(units, least)
 
     def build(rng: random.Random, units: int) -> Draft:

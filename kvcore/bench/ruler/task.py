@@ -24,7 +24,8 @@ from kvcore.bench.ruler.data import (
     split_prompt,
     task_configs,
 )
-from kvcore.bench.ruler.generate import Growth, LengthError, fit, make_growth, question_growth
+from kvcore.bench.ruler.fit import Growth, LengthError, fit
+from kvcore.bench.ruler.generate import make_growth, question_growth
 from kvcore.bench.ruler.invented import invented_questions
 from kvcore.bench.scoring import contained_share, contains_any, strip_thinking
 from kvcore.bench.sources import HubSource, find_file, missing_message, read_hub, read_records, require_fields
