@@ -159,12 +159,17 @@ def energy_rows(context: Context) -> dict[str, list[float]]:
     """Energy shares for blocks of 2, 3 and 5 layers, by row label."""
     rows: dict[str, list[float]] = {}
     for name, x in (("keys", context.keys), ("values", context.values)):
-        for size in (2, 3, 5):
+        for size in energy_blocks(x.shape[0]):
             blocks = [x[start : start + size].float() for start in range(0, x.shape[0] - size + 1, size)]
             rows.setdefault(f"{name}, as published", []).append(_mean(lowest_share(b) for b in blocks))
             rows.setdefault(f"{name}, each layer rotated onto the first", []).append(_mean(map(rotated_share, blocks)))
             rows.setdefault(f"{name}, best rank-d token basis", []).append(_mean(map(basis_share, blocks)))
     return rows
+
+
+def energy_blocks(num_layers: int) -> list[int]:
+    """Block sizes of the energy table that the model has layers for."""
+    return [size for size in (2, 3, 5) if size <= num_layers]
 
 
 def lowest_share(block: Tensor) -> float:
@@ -332,7 +337,9 @@ def main(arguments: list[str]) -> None:
 
 def print_table(name: str, rows: dict[str, list[float]], options: Options) -> None:
     """One table on the terminal."""
-    columns = ["B=2", "B=3", "B=5"] if name == "energy" else ["coefficients", "everything", "KL (nats)"]
+    widest = max(map(len, rows.values()))
+    energy = [f"B={size}" for size in (2, 3, 5)[:widest]]
+    columns = energy if name == "energy" else ["coefficients", "everything", "KL (nats)"]
     title = f"{name}: context {options.context}, {options.documents} documents"
     table = Table("form", *columns, title=title)
     for label, numbers in rows.items():
