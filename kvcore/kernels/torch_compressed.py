@@ -141,6 +141,11 @@ def band_logits(rows: Tensor, bands: list[Band], products: PackedProducts) -> Te
     return total
 
 
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """Codes become fp32 on a CPU, where converting to bf16 and its small batched products measure slower."""
+    return torch.float32 if x.device.type == "cpu" else x.dtype
+
+
 def packed_logits(rows: Tensor, codes: Tensor, bits: int, num_tokens: int) -> Tensor:
     """Products of rows with the raw codes of packed lines, a tile of tokens at a time.
 
@@ -154,6 +159,7 @@ def packed_logits(rows: Tensor, codes: Tensor, bits: int, num_tokens: int) -> Te
         fp32 [B, Hc, P, N].
     """
     batch, streams, count, num_coefficients = rows.shape
+    rows = rows.to(_product_dtype(rows))
     lines, pieces = rows.flatten(0, 1), codes.flatten(0, 1).unflatten(-1, (bits, -1))  # [L, P, R], [L, R, bits, J]
     eighth = pieces.shape[-1]
     logits = torch.empty(batch * streams, count, 8, eighth, dtype=torch.float32, device=rows.device)
@@ -192,6 +198,7 @@ def packed_mix(weights: Tensor, codes: Tensor, bits: int) -> Tensor:
         fp32 [B, Hc, P, R].
     """
     batch, streams, count, num_tokens = weights.shape
+    weights = weights.to(_product_dtype(weights))
     pieces = codes.flatten(0, 1).unflatten(-1, (bits, -1))  # [L, R, bits, J]
     num_coefficients, eighth = codes.shape[2], pieces.shape[-1]
     eighths = F.pad(weights.flatten(0, 1), (0, 8 * eighth - num_tokens)).unflatten(-1, (8, eighth))
