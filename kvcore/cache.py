@@ -201,7 +201,7 @@ class CompressedCache(Cache):
             expected = self.prefill_tokens or num_tokens
             if total > expected:
                 raise ValueError(f"prefill_tokens={expected} but {total} prompt tokens arrived")
-            self._padding = _left_padding(attention_mask, batch, total, self.method)
+            self._padding = _left_padding(attention_mask, batch, total, total == expected, self.method)
         elif attention_mask is not None and not bool(attention_mask[:, -num_tokens:].all()):
             raise NotImplementedError(
                 f"{self.method}: padding inside a decode step of {num_tokens} tokens is not supported; "
@@ -414,8 +414,8 @@ class CompressedCache(Cache):
         )
 
 
-def _left_padding(attention_mask: Tensor | None, batch: int, total: int, method: str) -> list[int]:
-    """Left-padding tokens of each row, from the 2D attention mask of the prompt so far."""
+def _left_padding(attention_mask: Tensor | None, batch: int, total: int, whole: bool, method: str) -> list[int]:
+    """Left-padding tokens of each row, from the 2D attention mask of the prompt so far (`whole`: of all of it)."""
     if attention_mask is None:
         return [0] * batch
     if attention_mask.dim() != 2:
@@ -430,6 +430,6 @@ def _left_padding(attention_mask: Tensor | None, batch: int, total: int, method:
             f"{method}: only left padding is supported (tokenizer.padding_side='left'); the attention mask has zeros "
             "right of a token"
         )
-    if bool((padding == mask.shape[1]).any()) and total == mask.shape[1]:
+    if whole and bool((padding == mask.shape[1]).any()):
         raise ValueError("every row of a batch must hold at least one token that is not padding")
     return [int(p) for p in padding.tolist()]

@@ -132,7 +132,9 @@ def test_another_path_drops_the_embedded_file_and_takes_the_paths_name(folder):
 
 def write_gguf(path: Path, architecture: str = "llama") -> torch.nn.Module:
     """A tiny GQA Llama in F16 GGUF, query and key rows permuted as the format wants; returns the source model."""
-    model = build_tiny(**SMALL, max_position_embeddings=256)[0].half().float()  # F16 then holds it exactly
+    model = build_tiny(**SMALL, max_position_embeddings=256)[0]
+    # F16 then holds the weights exactly; the rotary frequencies are no weights and stay as they are
+    model.load_state_dict({name: weight.half().float() for name, weight in model.state_dict().items()})
     config, writer = model.config, gguf.GGUFWriter(str(path), architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

@@ -160,7 +160,7 @@ def test_without_an_output_folder_the_configuration_names_it(command):
 
 def test_j1_a_sweep_writes_every_job_into_its_own_folder(command):
     for _ in range(2):
-        code, _, err = command(*SMALL_RUN, "-m", "method=full", "seed=1,2", "output_dir=out")
+        code, _, err = command("-m", *SMALL_RUN, "method=full", "seed=1,2", "output_dir=out")
         assert code == 0, err
     folders = sorted(path.parent for path in Path("out").glob("*/results.json"))
     assert len(folders) == 2

@@ -38,7 +38,7 @@ class NeedleInAHaystack(GenerationBenchmark):
     contexts: tuple[int, ...] = (1024, 2048, 4096)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     haystacks: tuple[str, ...] = ("essay", "noise")
-    max_new_tokens: int = 16
+    max_new_tokens: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
