@@ -263,6 +263,7 @@ def _put(stored: QuantizedTensor, rows: Tensor, starts: Tensor, block: Quantized
 
 def _tokens(stored: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
     """A view of the tokens [start, stop); `start` on a group border."""
+    pick: tuple[slice, ...]
     if stored.along == "tokens":
         groups = slice(start // stored.group_size, -(-stop // stored.group_size))
         pick = (slice(None), slice(None), slice(None), groups)

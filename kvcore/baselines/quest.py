@@ -93,7 +93,7 @@ class DenseLayer(RetrievalLayer):
             keys, values = self.shared.workspace.fetch(self.host, index, query)
             states.append(decode_attention(query, keys, values, scale, hide(~live)))
         moved = int(self.host.counts.sum()) * self.spec.num_kv_heads
-        self.fetched_bytes += moved * self.spec.entry_bytes if self.offload else 0
+        self.fetched_bytes += moved * self.spec.entry_bytes if self.offloaded else 0
         output, _ = merge_states([output for output, _ in states], [lse for _, lse in states])
         return output, float(self.lengths.float().mean())
 
@@ -157,6 +157,6 @@ class Quest(Method):
         for index in range(spec.num_layers):
             kind = DenseLayer if index < dense else QuestLayer
             layer = kind(spec, budget, index, self.planner(spec, budget, summarised=index >= dense), shared)
-            layer.offload = self.offload
+            layer.offloaded = self.offload
             layers.append(layer)
         return layers

@@ -45,11 +45,11 @@ class RetrievalLayer(CacheLayer):
 
     Class attributes:
         whole_units: only whole units are fetched; otherwise the last one is cut to fit.
-        offload: the units' tokens live on the host.
+        offloaded: the units' tokens live on the host.
     """
 
     whole_units = False
-    offload = True
+    offloaded = True
 
     def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int, planner: Planner, shared: Shared) -> None:
         super().__init__(spec, budget, layer_idx)
@@ -115,8 +115,8 @@ class RetrievalLayer(CacheLayer):
             for pair, unit in zip(middle, units, strict=True)
         ]
         counts = torch.tensor([unit.order.shape[1] for unit in units])
-        keys, values = (stack([pair[i].cpu() if self.offload else pair[i] for pair in ordered]) for i in (0, 1))
-        self.host = (HostStore if self.offload else TokenStore)(keys, values, counts)
+        keys, values = (stack([pair[i].cpu() if self.offloaded else pair[i] for pair in ordered]) for i in (0, 1))
+        self.host = (HostStore if self.offloaded else TokenStore)(keys, values, counts)
         self.prompt = torch.stack([self.lengths, counts], dim=1)
 
     # --- decode
@@ -140,7 +140,7 @@ class RetrievalLayer(CacheLayer):
             keys, values = self.shared.workspace.fetch(self.host, choice.index, query)
             tail, live = self.tail(choice), int(choice.live.sum())
             parts += [(keys, values, hide(~choice.live)), *tail]
-            self.fetched_bytes += live * self.spec.entry_bytes if self.offload else 0
+            self.fetched_bytes += live * self.spec.entry_bytes if self.offloaded else 0
             seen = live + sum(int((bias != float("-inf")).sum()) for _, _, bias in tail if bias is not None)
             attended += seen / (choice.live.shape[0] * choice.live.shape[1])
         return attend_parts(query, parts, scale), attended

@@ -70,12 +70,12 @@ class InfiniteBench(GenerationBenchmark):
 
     def check(self) -> None:
         for task in self.tasks:
-            records(task, self.variant, self.data_dir)
+            records(task, None if self.variant is None else str(self.variant), self.data_dir)
 
     def samples(self, backbone: Backbone) -> Sequence[Sample]:
         samples = []
         for task in self.tasks:
-            found = records(task, self.variant, self.data_dir)[: self.limit]
+            found = records(task, None if self.variant is None else str(self.variant), self.data_dir)[: self.limit]
             made = [self._sample(backbone, task, record, index) for index, record in enumerate(found)]
             cut = sum(sample.truncated for sample in made)
             if cut:
