@@ -9,7 +9,7 @@ python=.venv/bin/python
 export TOKENIZERS_PARALLELISM=false
 
 echo "quickstart: training SeKV's routing for a few steps on the embedded text (a demonstration, not a good router)"
-$python train.py train.steps=3 train.eval_every=0 train.save_every=3 output_dir=outputs/quickstart-train
+$python train.py train.steps=2 train.eval_every=0 train.save_every=2 output_dir=outputs/quickstart-train
 echo "quickstart: evaluating the main methods at a tenth of the cache on SmolLM2-135M-Instruct"
 echo "quickstart: fidelity (KL to the full cache) and needles, contexts of 1K and 2K tokens"
 $python evaluate.py experiment=quickstart output_dir=outputs/quickstart
