@@ -11,6 +11,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import evaluate
+import kvcore.method
 import train
 from kvcore.bench.plan import evaluation_plan
 from kvcore.cli import config_dir, resolved
@@ -44,7 +45,9 @@ def composed(command: str, config_name: str) -> dict:
         return resolved(hydra.compose(config_name, overrides))
 
 
-def test_python_blocks_run_in_order_on_one_page():
+def test_python_blocks_run_in_order_on_one_page(monkeypatch):
+    # the page registers a method of its own, which other tests must not see
+    monkeypatch.setattr(kvcore.method, "_registry", dict(kvcore.method._registry))
     for page in dict.fromkeys(name for name, _ in blocks("python")):
         namespace: dict = {}
         for name, code in blocks("python"):
