@@ -141,17 +141,9 @@ def test_g9_two_processes_give_the_score_of_one(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(program.replace("; ", ";").replace(";", "\n"))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-    ]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", str(script), str(tmp_path / "two")]
+    # on CPUs `accelerate launch --cpu --num_processes 2` starts one process only: torchrun starts both
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch += [str(script), str(tmp_path / "two")]
     done = subprocess.run(launch, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     two = json.loads((tmp_path / "two" / "results.json").read_text())

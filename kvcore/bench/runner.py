@@ -1,7 +1,7 @@
 """Run a plan: samples x methods x budgets, resumable, shared by several processes.
 
-Processes of `accelerate launch` split the samples without duplicates; each writes its own rows, and the main process
-puts them together, so the score is that of one process.
+Processes of `accelerate launch` (on CPUs: of `torchrun`) split the samples without duplicates; each writes its own
+rows, and the main process puts them together, so the score is that of one process.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -76,7 +77,8 @@ def evaluate(plan: EvaluationPlan, config: dict[str, Any], folder: Path) -> dict
     Returns:
         The content of `results.json`, on every process.
     """
-    state = PartialState()
+    # without the flag accelerate takes the processes of a CPU launch for unrelated single ones
+    state = PartialState(cpu=not torch.accelerator.is_available())
     for bench in plan.benches:
         bench.check()
     held = OutputFolder(folder, state.is_main_process)
