@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from omegaconf import DictConfig, OmegaConf
 
@@ -91,7 +92,8 @@ def train_job(config: DictConfig) -> None:
     resuming = _last_exists(folder)
     if resuming and not plain["resume"]:
         raise ValueError(f"{folder} already holds checkpoints; use resume=true to go on, or another output_dir")
-    accelerator = Accelerator(cpu=plan.backbone.device == "cpu")
+    # without the flag accelerate takes the processes of a CPU launch for unrelated single ones
+    accelerator = Accelerator(cpu=plan.backbone.device == "cpu" or not torch.accelerator.is_available())
     backbone = load_backbone(_placed(plan.backbone, accelerator))
     objective = build_objective(plan, backbone)
     trainer = build_trainer(plan, backbone, objective, accelerator, folder, trajectory(plain))

@@ -169,7 +169,8 @@ class Trainer:
         self.optimizer.step()
         self.progress.seconds += time.perf_counter() - started
         self.progress.step = step + 1
-        self.progress.stream = taken[-1].state
+        # the processes take samples in turn: the step ends where the last of them stands
+        self.progress.stream = max(self._gather([taken[-1].state]), key=lambda state: state.index)
         names = self._gather([sample.name for sample in taken])
         if self.accelerator.is_main_process and self.progress.step % config.log_every == 0:
             self.reporter.step(

@@ -59,11 +59,12 @@ def test_ten_steps_a_signal_and_ten_more_equal_twenty(tmp_path: Path, number: in
 
 def test_two_processes_train_like_one(tmp_path: Path) -> None:
     one = trained(tmp_path / "one")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    # on CPUs `accelerate launch --cpu --num_processes 2` starts one process only: torchrun starts both
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([*command, str(Path(toy.__file__)), str(tmp_path)], check=True, env=environment, timeout=120)
     two = json.loads((tmp_path / "records.json").read_text())
+    assert two["processes"] == 2
     assert_same_records(two["steps"], one.steps, tolerance=1e-5)
     for first, second in zip(two["evaluations"], one.evaluations, strict=True):
         assert first == pytest.approx(second, rel=1e-5)

@@ -123,7 +123,8 @@ def main() -> None:
     trainer = toy_trainer(run, reporter)
     trainer.train()
     if trainer.accelerator.is_main_process:
-        record = {"steps": reporter.steps, "evaluations": reporter.evaluations}
+        processes = trainer.accelerator.num_processes
+        record = {"steps": reporter.steps, "evaluations": reporter.evaluations, "processes": processes}
         (run / "records.json").write_text(json.dumps(record))
 
 
