@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvcore.budget import Budget, ModelSpec
 from kvcore.cache import CacheLayer, LayerPrompt
+from kvcore.log import get_logger, warn_once
 from kvcore.state import HostState
 from sekv.attention import Part, mixed_attention
 from sekv.factors import FactorStore, factorise
@@ -29,6 +30,8 @@ from sekv.slots import Slots
 from sekv.window import Window
 
 STATISTICS_EVERY = 4  # steps between two counts of what each query head zooms into
+
+log = get_logger(__name__)
 
 
 class HostTensors(HostState):
@@ -92,6 +95,13 @@ class SeKVLayer(CacheLayer):
         check_finite(prompt.values, f"layer {self.layer_idx}, values")
         self.prompt_lengths = [prompt.keys.shape[2] - pad for pad in prompt.padding]
         sizes = [self.planner.window(length) for length in self.prompt_lengths]
+        if len({block for _, block in sizes}) > 1:
+            warn_once(
+                log,
+                f"sekv: rows of this batch are so unequal ({min(self.prompt_lengths)} to {max(self.prompt_lengths)} "
+                "tokens) that tokens leave their windows in blocks of one common size: once a block has left, the "
+                "shorter rows differ from a run alone. Batch prompts of similar length",
+            )
         windows = [min(size, length) for (size, _), length in zip(sizes, self.prompt_lengths, strict=True)]
         body = PromptBody.of(prompt, windows)
         self.window = Window(*PromptBody.window(prompt, windows), block=max(block for _, block in sizes))
