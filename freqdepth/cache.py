@@ -24,7 +24,8 @@ from freqdepth.modes import ModeChooser, SmallestBytesError
 from freqdepth.probe import LayerProbe, ProbeCollector, ProbePlan, probe_layer
 from kvcore.attention import active_input_ids
 from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
-from kvcore.cache import CacheLayer, CompressedCache, LayerPrompt
+from kvcore.cache import CompressedCache
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.rope import shift_positions
 from kvcore.state import BatchedState
 

@@ -10,8 +10,9 @@ from freqdepth.cache import FreqDepthCache, FreqDepthLayer, LayerBlock
 from freqdepth.codes import UNQUANTIZED
 from freqdepth.probe import ProbePlan, Weighting
 from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
-from kvcore.cache import CacheLayer, CompressedCache
+from kvcore.cache import CompressedCache
 from kvcore.exact import ExactLayer
+from kvcore.layer import CacheLayer
 from kvcore.method import Method, register
 
 Basis = Literal["klt", "dct", "aligned_dct", "none"]

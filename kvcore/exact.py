@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, LayerPrompt
+from kvcore.layer import CacheLayer, LayerPrompt
 
 
 class ExactLayer(CacheLayer):

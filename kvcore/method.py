@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvcore.attention import attach
 from kvcore.budget import Budget, ModelSpec, Scope
-from kvcore.cache import CacheLayer, CompressedCache
+from kvcore.cache import CompressedCache
 from kvcore.exact import SlidingLayer
+from kvcore.layer import CacheLayer
 from kvcore.options import did_you_mean, typed_options
 
 if TYPE_CHECKING:

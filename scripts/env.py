@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 
 import torch
 
+from kvcore.environment import PACKAGES, device_name, environment
 from kvcore.kernels import backend_report
-
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "safetensors", "numpy", "hydra-core")
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def processor() -> str:
-    """The processor's name, as the system tells it."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or "unknown"
 
 
 def devices() -> dict[str, str]:
-    found = {"cpu": f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"}
+    found = {"cpu": f"{device_name(None)}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
@@ -43,8 +23,10 @@ def devices() -> dict[str, str]:
 
 def report() -> dict[str, dict[str, str]]:
     """Sections of names and states; also stored beside benchmark results."""
+    measured = environment()
+    versions = {name: measured[name] or "not installed" for name in ("python", *PACKAGES)}
     return {
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": versions,
         "devices": devices(),
         "fast paths": backend_report(),
     }

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, CompressedCache
+from kvcore.cache import CompressedCache
+from kvcore.layer import CacheLayer
 from kvcore.state import BatchedState
 from sekv.layer import SeKVLayer
 from sekv.plan import Plan

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, CompressedCache, LayerPrompt, Phase
+from kvcore.cache import CompressedCache, Phase
 from kvcore.kernels import prefill_attention
+from kvcore.layer import CacheLayer, LayerPrompt
 from sekv.objective import SeKVObjective
 from sekv.routing import dot
 from sekv.student import causal_logits, route

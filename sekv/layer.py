@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, LayerPrompt
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.log import get_logger, warn_once
 from kvcore.state import HostState
 from sekv.attention import Part, mixed_attention

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer
 from kvcore.exact import ExactLayer
+from kvcore.layer import CacheLayer
 from kvcore.method import Method, register
 from sekv.cache import SeKVCache
 from sekv.checkpoint import find_router, load_router, read_config, router_config

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from kvcore.attention import attach
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, CompressedCache, LayerPrompt, Phase
+from kvcore.cache import CompressedCache, Phase
+from kvcore.layer import CacheLayer, LayerPrompt
 from sekv import losses
 from sekv.method import SeKV
 from sekv.routing import Router, dot

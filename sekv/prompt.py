@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcore.cache import LayerPrompt
+from kvcore.layer import LayerPrompt
 from sekv.maps import SpanMap, TokenMap
 from sekv.options import SeKVOptions
 from sekv.plan import Plan

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from kvcore.attention import attach, prefill
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, CompressedCache, LayerPrompt
+from kvcore.cache import CompressedCache
+from kvcore.layer import CacheLayer, LayerPrompt
 from sekv.training_memory import ContextMemory, half_precision, plain_precision
 
 # Queries whose logits over the whole context exist at once.

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcore.budget import Budget
-from kvcore.cache import LayerPrompt
+from kvcore.layer import LayerPrompt
 from sekv.cache import SeKVCache
 from sekv.factors import FactorStore
 from sekv.layer import SeKVLayer

@@ -15,8 +15,10 @@ FORBIDDEN = {
     "kvcore": ("sekv", "freqdepth", *PROGRAMS),
     "kvcore.kernels": (
         *("kvcore.attention", "kvcore.baselines", "kvcore.bench", "kvcore.budget", "kvcore.cache", "kvcore.exact"),
+        "kvcore.layer",
         *("kvcore.method", "kvcore.report", "kvcore.state", "kvcore.backbone"),
     ),
+    "kvcore.layer": ("kvcore.attention", "kvcore.cache", "kvcore.kernels", "kvcore.method", "kvcore.baselines"),
     "kvcore.cache": ("kvcore.attention", "kvcore.method", "kvcore.baselines", "kvcore.bench", "kvcore.backbone"),
     "kvcore.baselines": ("kvcore.bench", "kvcore.report", "kvcore.backbone", "kvcore.cli", "conf"),
     "kvcore.bench": ("kvcore.report",),

@@ -18,7 +18,7 @@ from kvcore.baselines.eviction import INFINITY
 from kvcore.baselines.scores import ranks
 from kvcore.baselines.snapkv import WindowLayer, WindowOptions
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, LayerPrompt
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.method import register
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
-from kvcore.cache import CacheLayer, LayerPrompt
 from kvcore.kernels import causal_bias, decode_attention, merge_states
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.state import BatchedState
 
 SHORT_PROMPT = 256  # tokens: below, side data and exact tokens dominate whatever the setting, and nothing is refused

@@ -18,9 +18,9 @@ from kvcore.baselines.eviction import PINNED, EvictingLayer
 from kvcore.baselines.kivi import BITS
 from kvcore.baselines.kivi_store import KiviStore, Setting, drop_front
 from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
-from kvcore.cache import CacheLayer, LayerPrompt
 from kvcore.exact import ExactLayer
 from kvcore.kernels import causal_bias, decode_attention, merge_states
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.method import Method, build_method, method_class, register
 
 FOUR_BITS = Setting(bits=4, group_size=32, residual=32)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, LayerPrompt
 from kvcore.exact import ExactLayer
 from kvcore.kernels import attend_parts, causal_bias, group_queries
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.method import Method
 
 # Ranks: prompt scores must stay below GENERATED, positions are added to it, PINNED is above any position.

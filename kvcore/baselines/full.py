@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer
 from kvcore.exact import ExactLayer
+from kvcore.layer import CacheLayer
 from kvcore.method import Method, register
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvcore.baselines.eviction import PINNED, EvictingLayer, EvictingMethod
 from kvcore.baselines.scores import attend_with_probabilities, received_mass
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, LayerPrompt
 from kvcore.kernels import causal_bias
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.method import register
 
 

@@ -12,8 +12,8 @@ from typing import ClassVar
 from kvcore.baselines.codec import CodecLayer, CodecPlanner
 from kvcore.baselines.kivi_store import UNBOUNDED, Setting
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer
 from kvcore.exact import ExactLayer
+from kvcore.layer import CacheLayer
 from kvcore.method import Method, register
 
 BITS = (8, 4, 3, 2)

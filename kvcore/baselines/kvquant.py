@@ -13,8 +13,8 @@ from kvcore.baselines.codec import CodecLayer, CodecPlanner
 from kvcore.baselines.kivi import EXACT
 from kvcore.baselines.kvquant_store import NuqSetting
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer
 from kvcore.exact import ExactLayer
+from kvcore.layer import CacheLayer
 from kvcore.method import Method, register
 
 BITS = (8, 5, 4, 3, 2)

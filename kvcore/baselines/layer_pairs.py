@@ -18,8 +18,8 @@ from torch import Tensor
 from kvcore.baselines.eviction import GENERATED, Entries, EvictingLayer
 from kvcore.baselines.scores import QueryWindow, pooled, ranks, received_mass
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import LayerPrompt
 from kvcore.kernels import causal_bias, group_queries
+from kvcore.layer import LayerPrompt
 
 if TYPE_CHECKING:
     from kvcore.baselines.minicache import MiniCache, Plan

@@ -18,8 +18,9 @@ from kvcore.baselines.eviction import PRIORITY_BYTES
 from kvcore.baselines.layer_pairs import NORMS, MergedStore, PairedLayer, Shared
 from kvcore.baselines.snapkv import PooledWindowOptions, SnapKVLayer
 from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
-from kvcore.cache import CacheLayer, CompressedCache, LayerPrompt
+from kvcore.cache import CompressedCache
 from kvcore.exact import ExactLayer
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.method import register
 from kvcore.state import BatchedState
 

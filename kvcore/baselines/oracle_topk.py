@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, LayerPrompt
 from kvcore.exact import ExactLayer
 from kvcore.kernels import decode_attention, group_queries
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.method import Method, register
 
 

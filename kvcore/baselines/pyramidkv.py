@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvcore.baselines.snapkv import PooledWindowOptions, SnapKVLayer
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer
+from kvcore.layer import CacheLayer
 from kvcore.method import register
 
 

@@ -18,9 +18,10 @@ from kvcore.baselines.retrieval_choice import Units
 from kvcore.baselines.retrieval_plan import Planner
 from kvcore.baselines.retrieval_store import Shared, hide
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, CompressedCache
+from kvcore.cache import CompressedCache
 from kvcore.exact import ExactLayer
 from kvcore.kernels import decode_attention, group_queries, merge_states
+from kvcore.layer import CacheLayer
 from kvcore.method import Method, register
 
 

@@ -21,8 +21,9 @@ from kvcore.baselines.retrieval_choice import Choice, Units, choose
 from kvcore.baselines.retrieval_plan import Planner, Split
 from kvcore.baselines.retrieval_store import HostStore, Part, Resident, Shared, TokenStore, hide, stack, widen
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, CompressedCache, LayerPrompt
+from kvcore.cache import CompressedCache
 from kvcore.kernels import attend_parts, group_queries
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.state import BatchedState
 
 SIZE_BYTES = 4  # of a unit's token count

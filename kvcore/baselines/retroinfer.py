@@ -20,9 +20,10 @@ from kvcore.baselines.retrieval_choice import Choice, Units
 from kvcore.baselines.retrieval_plan import Planner
 from kvcore.baselines.retrieval_store import Part, Shared
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, CompressedCache
+from kvcore.cache import CompressedCache
 from kvcore.exact import ExactLayer
 from kvcore.kernels import group_queries
+from kvcore.layer import CacheLayer
 from kvcore.method import Method, register
 
 

@@ -17,7 +17,7 @@ from kvcore.baselines.eviction import INFINITY, PINNED, EvictingMethod
 from kvcore.baselines.h2o import AccumulatingLayer
 from kvcore.baselines.scores import ObservingLayer, low_counts
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer
+from kvcore.layer import CacheLayer
 from kvcore.method import register
 
 # Counts come first and positions break ties: exact in fp64 for positions below 2^20.

@@ -15,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
 from kvcore.baselines.eviction import EvictingLayer
-from kvcore.cache import CacheLayer, LayerPrompt
 from kvcore.kernels import group_queries
+from kvcore.layer import CacheLayer, LayerPrompt
 
 QUERY_BLOCK = 128
 Pooling = Literal["max", "avg"]

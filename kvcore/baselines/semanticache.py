@@ -19,8 +19,9 @@ from kvcore.attention import active_input_ids
 from kvcore.baselines.eviction import GENERATED, INFINITY, PINNED, Entries, EvictingLayer, EvictingMethod
 from kvcore.baselines.scores import ranks
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, CompressedCache, LayerPrompt
+from kvcore.cache import CompressedCache
 from kvcore.delimiters import CLAUSE_END, chunk_ids, delimiter_token_ids
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.method import register
 
 if TYPE_CHECKING:

@@ -22,10 +22,11 @@ from kvcore.baselines.retrieval_plan import UNIT_DOUBLINGS, Planner
 from kvcore.baselines.retrieval_store import Shared
 from kvcore.baselines.scores import pooled, received_mass
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer, CompressedCache, LayerPrompt
+from kvcore.cache import CompressedCache
 from kvcore.delimiters import SENTENCE_END, chunk_ids, delimiter_token_ids
 from kvcore.exact import ExactLayer
 from kvcore.kernels import group_queries
+from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.method import Method, register
 
 if TYPE_CHECKING:

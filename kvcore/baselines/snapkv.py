@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcore.baselines.eviction import GENERATED, EvictingMethod
 from kvcore.baselines.scores import POOLINGS, ObservingLayer, Pooling, pooled, ranks, received_mass
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer
+from kvcore.layer import CacheLayer
 from kvcore.method import register
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcore.baselines.eviction import GENERATED, PINNED, EvictingLayer, EvictingMethod
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import CacheLayer
+from kvcore.layer import CacheLayer
 from kvcore.method import register
 from kvcore.rope import shift_positions
 

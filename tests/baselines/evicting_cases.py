@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvcore.budget import Budget, ModelSpec
-from kvcore.cache import LayerPrompt
+from kvcore.layer import LayerPrompt
 from kvcore.method import build_method
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcore.attention import attach
 from kvcore.budget import Budget
-from kvcore.cache import LayerPrompt
+from kvcore.layer import LayerPrompt
 from kvcore.method import build_method
 from kvcore.tiny import build_tiny
 

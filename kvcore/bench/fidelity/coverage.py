@@ -13,8 +13,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from kvcore.cache import CacheLayer, CompressedCache
+from kvcore.cache import CompressedCache
 from kvcore.kernels import group_queries
+from kvcore.layer import CacheLayer
 
 
 class CoverageProbe:
