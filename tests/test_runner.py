@@ -14,8 +14,9 @@ from foundation_cases import SMALL
 import kvcore.bench.generation
 from kvcore.backbone import BackboneConfig, load_backbone
 from kvcore.bench.base import MethodRun, Sample
-from kvcore.bench.generation import StopStrings, greedy_answers
+from kvcore.bench.generation import greedy_answers
 from kvcore.bench.runner import evaluate
+from kvcore.bench.stopping import StopStrings
 from kvcore.budget import UnreachableBudgetError
 from kvcore.method import build_method
 from kvcore.tiny import byte_tokenizer

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from kvcore.attention import prefill
 from kvcore.backbone import Backbone
 from kvcore.bench.base import Benchmark, MethodRun, Sample
 from kvcore.bench.batching import batches
+from kvcore.bench.stopping import EndAfterThinking, RowEnds, StopStrings, answer_after_thinking
 from kvcore.cache import CompressedCache
 from kvcore.chat import Prompt, build_prompt
 from kvcore.fanout import FanOutCache
@@ -44,7 +45,7 @@ class GenerationBenchmark(Benchmark):
 
     @abstractmethod
     def score(self, sample: Sample, prediction: str) -> dict[str, float]:
-        """Metrics of one answer (the new tokens decoded, special tokens skipped, nothing stripped)."""
+        """Metrics of one answer: the new tokens decoded, without special tokens and without thoughts."""
 
     def prompt(self, backbone: Backbone, sample: Sample) -> Prompt:
         """Token ids of a sample.
@@ -52,20 +53,23 @@ class GenerationBenchmark(Benchmark):
         Raises:
             ValueError: prompt and answer do not fit the model's context length.
         """
+        thinking = backbone.thinking_room(sample.chat)
         prompt = build_prompt(
             backbone.tokenizer,
             sample.context,
             sample.question,
             chat=sample.chat and backbone.config.instruct,
-            answer_prefix=sample.answer_prefix,
+            # the beginning of the answer in front of the thoughts would leave them out
+            answer_prefix="" if thinking else sample.answer_prefix,
             system=sample.system,
             enable_thinking=backbone.config.enable_thinking,
         )
-        total = len(prompt.ids) + sample.max_new_tokens
+        new_tokens = sample.max_new_tokens + thinking
+        total = len(prompt.ids) + new_tokens
         if total > backbone.spec.max_positions:
             raise ValueError(
                 f"bench {self.name}, task {sample.task}, sample {sample.id}: the prompt holds {len(prompt.ids)} tokens "
-                f"and {sample.max_new_tokens} are to be generated, {total} in all; {backbone.config.name} was built "
+                f"and {new_tokens} are to be generated, {total} in all; {backbone.config.name} was built "
                 f"for {backbone.spec.max_positions}. Use a shorter context or a backbone with a longer one"
             )
         return prompt
@@ -148,6 +152,9 @@ class GenerationBenchmark(Benchmark):
         result = []
         for sample, prompt, new_ids in zip(samples, prompts, answers, strict=True):
             prediction = str(backbone.tokenizer.decode(new_ids, skip_special_tokens=True))
+            thinks = backbone.thinking_room(sample.chat) > 0
+            if thinks:
+                prediction = answer_after_thinking(prediction)
             result.append(
                 {
                     "prediction": prediction,
@@ -156,6 +163,7 @@ class GenerationBenchmark(Benchmark):
                     "new_tokens": len(new_ids),
                     "prompt_tokens": len(prompt.ids),
                     "truncated": sample.truncated,
+                    "thinking": thinks,
                     "batch": len(samples),
                     **ledger,
                     "prefill_seconds": prefill_seconds,
@@ -163,33 +171,6 @@ class GenerationBenchmark(Benchmark):
                 }
             )
         return result
-
-
-class StopStrings(StoppingCriteria):
-    """Stops a row as soon as its answer contains one of the strings; only the newest tokens are decoded.
-
-    Args:
-        tokenizer: decodes the answer.
-        strings: stop strings.
-        prompt_tokens: tokens before the answer, padding included.
-
-    Attributes:
-        ends: tokens of the answers that a string has ended, by row.
-    """
-
-    def __init__(self, tokenizer: Any, strings: Sequence[str], prompt_tokens: int) -> None:
-        self.tokenizer, self.strings, self.prompt_tokens = tokenizer, tuple(strings), prompt_tokens
-        # a token is at least one character, two more allow for a string that starts inside a token
-        self.window = max(map(len, self.strings)) + 2
-        self.ends: dict[int, int] = {}
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        answers = input_ids[:, self.prompt_tokens :]
-        texts = self.tokenizer.batch_decode(answers[:, -self.window :], skip_special_tokens=True)
-        done = [any(string in text for string in self.strings) for text in texts]
-        for row in (row for row, ended in enumerate(done) if ended):
-            self.ends.setdefault(row, answers.shape[1])
-        return torch.tensor(done, device=input_ids.device)
 
 
 def left_padded(backbone: Backbone, prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,33 +196,35 @@ def greedy_answers(
     Returns:
         The new token ids of each prompt, the ending EOS included if there was one.
     """
-    eos = [*backbone.eos_ids, *sample.extra_eos_ids]
+    thinking = backbone.thinking_room(sample.chat)
+    # ends of the task's own (a line end) would end the thinking
+    eos = [*backbone.eos_ids, *(() if thinking else sample.extra_eos_ids)]
     config = GenerationConfig(
-        max_new_tokens=sample.max_new_tokens,
+        max_new_tokens=sample.max_new_tokens + thinking,
         min_new_tokens=sample.min_new_tokens or None,
         do_sample=False,
         eos_token_id=eos or None,
         pad_token_id=backbone.tokenizer.pad_token_id,
     )
     input_ids, mask = left_padded(backbone, prompts)
-    stopping = StoppingCriteriaList()
-    ends: dict[int, int] = {}
-    if sample.stop:
-        strings = StopStrings(backbone.tokenizer, sample.stop, input_ids.shape[1])
-        stopping.append(strings)
-        ends = strings.ends
+    width = input_ids.shape[1]
+    stops: list[RowEnds] = []
+    if thinking:
+        stops.append(EndAfterThinking(backbone.tokenizer, sample.stop, width, sample.max_new_tokens))
+    elif sample.stop:
+        stops.append(StopStrings(backbone.tokenizer, sample.stop, width))
     generate: Any = backbone.model.generate
     output = generate(
         input_ids=input_ids,
         attention_mask=mask,
         generation_config=config,
-        stopping_criteria=stopping,
+        stopping_criteria=StoppingCriteriaList(stops),
         cache=cache,
     )
     assert isinstance(output, torch.Tensor)
     answers = []
-    for row, new_ids in enumerate(output[:, input_ids.shape[1] :].tolist()):
+    for row, new_ids in enumerate(output[:, width:].tolist()):
         # a row that ended before the others goes on with padding
         at_eos = next((index + 1 for index, token in enumerate(new_ids) if token in eos), len(new_ids))
-        answers.append(new_ids[: min(at_eos, ends.get(row, len(new_ids)))])
+        answers.append(new_ids[: min([at_eos, *(stop.ends.get(row, at_eos) for stop in stops)])])
     return answers
