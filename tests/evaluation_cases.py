@@ -94,10 +94,10 @@ class Calls:
         self.ran: list[tuple[str, str]] = []
         whole = Toy._answers
 
-        def counted(bench, backbone, samples, prompts, cache, *rest):
+        def counted(bench, backbone, batch, cache, *rest):
             if stop_after is not None and len(self.ran) >= stop_after:
                 raise KeyboardInterrupt
-            self.ran.extend((sample.id, cache.method) for sample in samples)
-            return whole(bench, backbone, samples, prompts, cache, *rest)
+            self.ran.extend((sample.id, cache.method) for sample, _ in batch)
+            return whole(bench, backbone, batch, cache, *rest)
 
         monkeypatch.setattr(Toy, "_answers", counted)

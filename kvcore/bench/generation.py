@@ -101,13 +101,13 @@ class GenerationBenchmark(Benchmark):
         made = batches(samples, lengths, self.batch_size)
         for members in made:
             read = prefilled or self._prefilled(backbone, [heads[index] for index in members], runs)
+            batch = [(samples[index], prompts[index]) for index in members]
             answers = []
             for cache, seconds in read:
                 one = copy.deepcopy(cache) if shared and members is not made[-1] else cache
                 if shared and len(members) > 1:
                     one.batch_repeat_interleave(len(members))
-                of_rows = [samples[index] for index in members], [prompts[index] for index in members]
-                answers.append(self._answers(backbone, *of_rows, one, seconds, 1 if shared else len(members)))
+                answers.append(self._answers(backbone, batch, one, seconds, 1 if shared else len(members)))
             for row, index in enumerate(members):
                 rows[index] = [of_run[row] for of_run in answers]
         return [rows[index] for index in range(len(samples))]
@@ -131,8 +131,7 @@ class GenerationBenchmark(Benchmark):
     def _answers(
         self,
         backbone: Backbone,
-        samples: Sequence[Sample],
-        prompts: Sequence[Prompt],
+        batch: Sequence[tuple[Sample, Prompt]],
         cache: CompressedCache,
         prefill_seconds: float,
         prefill_rows: int,
@@ -144,13 +143,13 @@ class GenerationBenchmark(Benchmark):
         all of its answers' tokens. Rows that have ended stay in the cache until the batch ends, and count.
         """
         began = time.perf_counter()
-        answers = greedy_answers(backbone, samples[0], [prompt.ids for prompt in prompts], cache)
+        answers = greedy_answers(backbone, batch[0][0], [prompt.ids for _, prompt in batch], cache)
         decode_seconds = time.perf_counter() - began
         ledger = cache.ledger.as_row()
-        parts = {"device_bytes": len(samples), "host_bytes": len(samples), "prefill_device_bytes": prefill_rows}
+        parts = {"device_bytes": len(batch), "host_bytes": len(batch), "prefill_device_bytes": prefill_rows}
         ledger |= {column: -(-int(ledger[column]) // rows) for column, rows in parts.items()}
         result = []
-        for sample, prompt, new_ids in zip(samples, prompts, answers, strict=True):
+        for (sample, prompt), new_ids in zip(batch, answers, strict=True):
             prediction = str(backbone.tokenizer.decode(new_ids, skip_special_tokens=True))
             thinks = backbone.thinking_room(sample.chat) > 0
             if thinks:
@@ -164,7 +163,7 @@ class GenerationBenchmark(Benchmark):
                     "prompt_tokens": len(prompt.ids),
                     "truncated": sample.truncated,
                     "thinking": thinks,
-                    "batch": len(samples),
+                    "batch": len(batch),
                     **ledger,
                     "prefill_seconds": prefill_seconds,
                     "ms_per_token": 1000 * decode_seconds / max(sum(map(len, answers)), 1),
