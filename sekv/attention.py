@@ -1,5 +1,6 @@
-"""Mixed-resolution attention: one softmax over exact entries, coarse entries and zoomed tokens. Training and the cache
-share this file. arXiv 2606.31145, section 3.3.
+"""Mixed-resolution attention: one softmax over exact entries, coarse entries and zoomed tokens. arXiv 2606.31145, 3.3.
+
+`mixed_attention` is the differentiable form, from logits; a decode step adds up masses that it has anyway (`Blend`).
 
 Legend: B batch rows, Hq query heads, Hkv KV heads, Q query tokens, n entries of a part, d head dimension.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 
 # Of an entry of weight 0 relative to the largest that counts: bounds the gradient of the weight.
 LARGEST_EXPONENT = 10.0
+LOWEST_UNIT = -1e30  # finite, so that entries which are all hidden weigh exactly 0
 
 
 @dataclass
@@ -76,6 +78,70 @@ def _gathered(mass: Tensor, row_of_entry: Tensor, rows: int) -> Tensor:
     """Masses [B, Hq, Q, n] summed over the entries that share a row: [B, Hq, Q, rows]."""
     index = row_of_entry[:, None, None].expand(*mass.shape)
     return mass.new_zeros(*mass.shape[:3], rows + 1).scatter_add(-1, index, mass)[..., :rows]
+
+
+@dataclass
+class Entries:
+    """Tokens or spans as one decode step multiplies with them.
+
+    Attributes:
+        values: [B, Hkv, n, d] fp32, still to be multiplied by `scale`.
+        scale: [B, Hkv, 1, n] of the values, or None; it goes into the masses, which are far fewer than the values.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+@dataclass
+class Blend:
+    """Σ mass · value and Σ mass of some entries; `unit` is what a mass of 1 stands for.
+
+    Attributes:
+        numerator: [B, Hq, 1, d].
+        mass: [B, Hq, 1, 1].
+        unit: [B, Hq, 1, 1], natural log.
+    """
+
+    numerator: Tensor
+    mass: Tensor
+    unit: Tensor
+
+    @classmethod
+    def of(cls, unit: Tensor, parts: list[tuple[Tensor, Entries]]) -> Blend:
+        """Masses [B, Hq, 1, n] of entries, in units of exp(unit)."""
+        products = [_weighted(mass, entries) for mass, entries in parts]
+        totals = [mass.sum(dim=-1, keepdim=True) for mass, _ in parts]
+        numerator, total = products[0], totals[0]
+        for more, mass in zip(products[1:], totals[1:], strict=True):
+            numerator, total = numerator + more, total + mass
+        return cls(numerator, total, unit)
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, entries: Entries) -> Blend:
+        """Entries by their logits [B, Hq, 1, n]; all of them may be hidden (-inf)."""
+        unit = logits.amax(dim=-1, keepdim=True).clamp_min(LOWEST_UNIT)
+        return cls.of(unit, [(torch.exp(logits - unit), entries)])
+
+    def joined(self, other: Blend) -> Blend:
+        """Both sets of entries in one softmax."""
+        unit = torch.maximum(self.unit, other.unit)
+        own, its = torch.exp(self.unit - unit), torch.exp(other.unit - unit)
+        return Blend(self.numerator * own + other.numerator * its, self.mass * own + other.mass * its, unit)
+
+    def output(self) -> Tensor:
+        """[B, Hq, 1, d]."""
+        return self.numerator / self.mass
+
+
+def _weighted(mass: Tensor, entries: Entries) -> Tensor:
+    """Σ mass · value [B, Hq, 1, d]."""
+    batch, num_heads, num_queries, count = mass.shape
+    num_kv_heads = entries.values.shape[1]
+    grouped = mass.reshape(batch, num_kv_heads, num_heads // num_kv_heads * num_queries, count)
+    if entries.scale is not None:
+        grouped = grouped * entries.scale
+    return (grouped @ entries.values).view(batch, num_heads, num_queries, -1)
 
 
 def span_parts(

@@ -13,11 +13,11 @@ from kvcore.budget import Budget, ModelSpec
 from kvcore.layer import CacheLayer, LayerPrompt
 from kvcore.log import get_logger, warn_once
 from kvcore.state import HostState
-from sekv.attention import Part, mixed_attention
+from sekv.attention import Blend, Entries
 from sekv.factors import FactorStore, factorise
 from sekv.fetch import Fetched, fetch
 from sekv.lowrank import check_finite
-from sekv.maps import HIDDEN, Decision, SpanMap, StepView, TokenMap
+from sekv.maps import HIDDEN, Decision, Shares, SpanMap, StepView, TokenMap
 from sekv.options import SeKVOptions
 from sekv.plan import Plan, Planner
 from sekv.prompt import PromptBody, PromptObserver, build_map, extend_map, first_slots
@@ -78,7 +78,7 @@ class SeKVLayer(CacheLayer):
         self.plans: list[Plan] = []
         self.pinned: list[int] = []
         self.room: Tensor | None = None  # int64 [B], most tokens fetched per KV head
-        self._largest_room = 0
+        self._room_limits = 0, 0
         self._capacity: list[int] = []
         self.prompt_lengths: list[int] = []
         self.step = self.blocks = 0
@@ -142,7 +142,7 @@ class SeKVLayer(CacheLayer):
         self.host.warm_scores = None
         self.slots = Slots(self._rows_at(token.clamp_min(0)), token, rank)
         self._capacity = [plan.slots for plan in plans]
-        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), self._largest_room)
+        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), self._room_limits[1])
 
     def _factorise(self, span_of_token: Tensor, num_spans: int) -> None:
         """Low-rank factors instead of raw rows, where they are smaller (`max_rank`)."""
@@ -168,91 +168,98 @@ class SeKVLayer(CacheLayer):
         self.fetched_bytes, attended, outputs = 0, 0.0, []
         for index in range(key.shape[2]):  # several tokens are as many steps; plain decoding has one
             one = slice(index, index + 1)
-            outputs.append(self._attend_one(query[:, :, one] * scale, key[:, :, one], value[:, :, one]))
+            outputs.append(self._attend_one(query[:, :, one].float() * scale, key[:, :, one], value[:, :, one]))
             attended += self._attended
         self.attended = attended / key.shape[2]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
     def _attend_one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One token [B, H, 1, d] (query scaled): window and slots exactly, the rest as the map decides."""
+        """One token: query [B, Hq, 1, d] (fp32, scaled), key and value [B, Hkv, 1, d]."""
         assert self.window is not None and self.slots is not None and self.codec is not None
         if self.window.is_full:
             self._spill()
         self.window.push(key, value)
         self.step += 1
         recent_keys, recent_values, hidden = self.window.view()
-        recent = Part(_masked(dot(query, recent_keys).float(), hidden), recent_values)
-        keys, values = self.slots.decode(self.codec)
-        exact = Part(_masked(dot(query, keys).float(), self._over_heads(self.slots.hidden())), values)
-        parts = [recent, exact] if self.slots.count else [recent]
+        recent = _masked(dot(query, recent_keys), hidden)
+        slot_query = self.codec.fold(query)
+        slot_keys, slot_values = self.codec.numbers(self.slots.rows)
+        slots = _masked(dot(slot_query, slot_keys), self._over_heads(self.slots.hidden()))
         self._attended = self.window.mean_tokens()
-        if self.map is None:
-            self._count_slots(None)
-            return mixed_attention(parts)
-        decision = self.map.decide(self._view(query, recent, exact))
-        assert self.store is not None and self.room is not None
-        fetched = fetch(decision.want, self.room, self._largest_room, self.store, self.shared.buffer)
-        if decision.slot_visible is not None:
-            exact.logits = exact.logits.masked_fill(~decision.slot_visible, HIDDEN)
-        parts += self._zoomed_parts(query, decision, fetched)
-        self._count_slots(decision.slot_visible)
-        output = mixed_attention(parts)
-        self._after(decision, fetched)  # last: exact rows are attended where they lie, in the slots
-        return output
+        decision = None if self.map is None else self.map.decide(self._view(query, recent, slots))
+        fetched = None
+        if decision is None:
+            shares = Shares.of(recent, slots)
+        else:
+            assert self.store is not None and self.room is not None
+            fetched = fetch(decision.want, self.room, self._room_limits, self.store, self.shared.buffer)
+            shares = decision.shares(None if fetched is None else fetched.token)
+        blend = self._resident(shares, Entries(recent_values.float()), slot_values)
+        if decision is not None and fetched is not None:
+            blend = blend.joined(self._zoomed(slot_query, decision, fetched))
+        self._count_slots(None if decision is None else decision.slot_visible)
+        if decision is not None:
+            self._after(decision, fetched)
+        return blend.output().to(value.dtype)
 
-    def _view(self, query: Tensor, recent: Part, exact: Part) -> StepView:
+    def _view(self, query: Tensor, recent: Tensor, slots: Tensor) -> StepView:
         assert self.map is not None and self.slots is not None and self.shared.spans is not None
         assert self.store is not None and self.room is not None
-        spans = self.map.coarse_values.shape[2]
         shared = self.shared.spans
         return StepView(
             router=self.router,
             layer=self.layer_idx,
             query=query,
-            span_of_token=shared.padded(self.store.used, spans),
-            lengths=shared.lengths[:, :spans],
+            spans=shared.table(self.store.used, self.map.coarse_values.shape[2]),
             tokens=shared.tokens + self.step,
             slot_token=self.slots.token_index(self.store.used),
-            slot_logits=exact.logits,
-            recent_lse=torch.logsumexp(recent.logits, dim=-1),
+            slots=slots,
+            recent=recent,
             room=self.room,
             use_coarse=self.options.coarse,
             ragged=shared.ragged,
-            count=self.step % STATISTICS_EVERY == 1,
+            count=self._counts,
         )
 
-    def _zoomed_parts(self, query: Tensor, decision: Decision, fetched: Fetched | None) -> list[Part]:
-        """The fetched tokens and the coarse entries of the rest."""
-        assert self.codec is not None
-        tail = decision.tail(None if fetched is None else fetched.token)
-        parts = [] if tail is None else [tail]
-        if tail is not None:
-            assert self.shared.spans is not None
+    @property
+    def _counts(self) -> bool:
+        """Whether this step is one of those that are counted."""
+        return self.step % STATISTICS_EVERY == 1
+
+    def _resident(self, shares: Shares, recent: Entries, slots: Entries) -> Blend:
+        """Window, slots and the coarse entries of the rest."""
+        parts = [(shares.recent, recent), (shares.slots, slots)]
+        if shares.spans is not None:
+            assert self.map is not None and self.shared.spans is not None
+            parts.append((shares.spans, Entries(self.map.coarse_values.float())))
             self._attended += self.shared.spans.mean_spans
-        if fetched is not None:
-            keys, values = self.codec.decode(fetched.rows)
-            hidden = self._over_heads(~fetched.live.unsqueeze(2))
-            logits = _masked(dot(query, keys).float(), hidden)
-            visible = decision.fetched_visible(fetched.token)
-            parts.append(Part(_masked(logits, None if visible is None else ~visible), values))
-            self._attended += fetched.count / (fetched.live.shape[0] * fetched.live.shape[1])
-        return parts
+        return Blend.of(shares.unit, parts)
+
+    def _zoomed(self, slot_query: Tensor, decision: Decision, fetched: Fetched) -> Blend:
+        """The fetched tokens, exactly."""
+        assert self.codec is not None
+        keys, values = self.codec.numbers(fetched.rows)
+        logits = _masked(dot(slot_query, keys), self._over_heads(~fetched.live.unsqueeze(2)))
+        visible = decision.fetched_visible(fetched.token)
+        self._attended += fetched.count / (fetched.live.shape[0] * fetched.live.shape[1])
+        return Blend.of_logits(_masked(logits, None if visible is None else ~visible), values)
 
     def _after(self, decision: Decision, fetched: Fetched | None) -> None:
         """Keep what was fetched, remember what was used, record what happened."""
         assert self.slots is not None
-        used = decision.slot_used & self.slots.rank.isfinite()
-        self.slots.touch(used, self.step)
-        moved = 0
+        statistics, row = self.shared.statistics, self.planner.row_bytes
+        if self._counts:
+            found = int((decision.slot_used & self.slots.rank.isfinite()).sum())
+            statistics.found_bytes += STATISTICS_EVERY * found * row
+            if decision.zoomed is not None:
+                statistics.record(self.layer_idx, decision.zoomed, decision.want.shape[-1])
+        self.slots.touch(decision.slot_used, self.step)
         if fetched is not None:
-            moved = fetched.count
+            statistics.moved_bytes += fetched.count * row
             self.fetched_bytes += fetched.moved_bytes if self.options.offload else 0
             if self.options.factor_cache:
-                self.slots.put(fetched.rows, fetched.token, fetched.live, self.step)
-        statistics, row = self.shared.statistics, self.planner.row_bytes
-        if decision.zoomed is not None:
-            statistics.record(self.layer_idx, decision.zoomed, decision.want.shape[-1])
-        statistics.record_traffic((int(used.sum()) + moved) * row, moved * row)
+                width = fetched.token.shape[2]
+                self.slots.put(fetched.moved, fetched.head, fetched.column, fetched.moved_token, width, self.step)
 
     def _count_slots(self, visible: Tensor | None) -> None:
         """Add the attended slots per row and KV head."""
@@ -291,7 +298,11 @@ class SeKVLayer(CacheLayer):
         self._grow()
         token = torch.arange(first, first + keys.shape[2], device=live.device).expand(*keys.shape[:2], -1)
         if self.options.factor_cache:
-            self.slots.put(rows, token, live[:, None].expand(token.shape), self.step)
+            count = keys.shape[2]
+            head = torch.arange(token.shape[0] * token.shape[1], device=token.device).repeat_interleave(count)
+            column = torch.arange(count, device=token.device).repeat(token.shape[0] * token.shape[1])
+            flat = rows.map(lambda t: t.flatten(0, 2))
+            self.slots.put(flat, head, column, token.flatten(), count, self.step)
 
     def _grow(self) -> None:
         """Slots and buffer follow the budget of the longer rows; a map that no longer fits is given up."""
@@ -311,12 +322,12 @@ class SeKVLayer(CacheLayer):
         if capacity != self._capacity:
             self._capacity = capacity
             self.slots.resize(capacity)
-        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), self._largest_room)
+        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), self._room_limits[1])
 
     def _apply(self, plans: list[Plan], device: torch.device) -> None:
         self.plans = plans
         self.room = torch.tensor([plan.buffer for plan in plans], device=device)
-        self._largest_room = max(plan.buffer for plan in plans)
+        self._room_limits = min(plan.buffer for plan in plans), max(plan.buffer for plan in plans)
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)

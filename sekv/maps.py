@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
 from kvcore.state import BatchedState
-from sekv.attention import Part
 from sekv.routing import Router, Summary, dot
+from sekv.shared import SpanTable
 from sekv.sketch import Sketch
 
 HIDDEN = float("-inf")
@@ -29,13 +29,12 @@ class StepView:
 
     Attributes:
         router, layer: trained routing and the layer's index.
-        query: [B, Hq, 1, d], scaled.
-        span_of_token: int64 [B, N + 1], the last column S.
-        lengths: [B, S] tokens of each span.
+        query: [B, Hq, 1, d] fp32, scaled.
+        spans: the spans of every row, as far as the layer knows them.
         tokens: [B] tokens so far (float).
         slot_token: int64 [B, Hkv, C], N for empty slots.
-        slot_logits: [B, Hq, 1, C], -inf for empty slots.
-        recent_lse: [B, Hq, 1] log-sum-exp over the local window.
+        slots: [B, Hq, 1, C] logits of the slots, -inf for empty ones.
+        recent: [B, Hq, 1, W] logits of the local window.
         room: [B] tokens per KV head that may be fetched.
         use_coarse: whether what is not zoomed into keeps an entry.
         ragged: whether some token is neither in a span nor in a slot for good (padding).
@@ -45,23 +44,56 @@ class StepView:
     router: Router
     layer: int
     query: Tensor
-    span_of_token: Tensor
-    lengths: Tensor
+    spans: SpanTable
     tokens: Tensor
     slot_token: Tensor
-    slot_logits: Tensor
-    recent_lse: Tensor
+    slots: Tensor
+    recent: Tensor
     room: Tensor
     use_coarse: bool = True
     ragged: bool = True
     count: bool = True
 
 
+@dataclass
+class Shares:
+    """Masses of everything but the fetched tokens, in units of exp(unit).
+
+    Attributes:
+        recent: [B, Hq, 1, W].
+        slots: [B, Hq, 1, C].
+        spans: [B, Hq, 1, S], what of each span is neither in a slot nor fetched; None without coarse entries.
+        unit: [B, Hq, 1, 1], natural log.
+    """
+
+    recent: Tensor
+    slots: Tensor
+    spans: Tensor | None
+    unit: Tensor
+
+    @classmethod
+    def of(cls, recent: Tensor, slots: Tensor, spans: Tensor | None = None) -> Shares:
+        """From the logits of all parts."""
+        parts = [recent, slots] if spans is None else [recent, slots, spans]
+        shares, unit = softmax_and_unit(torch.cat(parts, dim=-1))
+        split = shares.split([part.shape[-1] for part in parts], dim=-1)
+        return cls(split[0], split[1], None if spans is None else split[2], unit)
+
+
+def softmax_and_unit(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of [..., n] and the log-sum-exp [..., 1] that it divides by.
+
+    The largest share tells the latter, which spares a second pass of exponentials.
+    """
+    shares = logits.softmax(dim=-1)
+    return shares, logits.amax(dim=-1, keepdim=True) - shares.amax(dim=-1, keepdim=True).log()
+
+
 class Decision:
     """What one step zooms into.
 
     Attributes:
-        want: [B, Hkv, N] tokens to fetch where >= 0, the larger the sooner.
+        want: [B, Hkv, N] tokens to fetch where >= 1, the larger the sooner.
         slot_used: [B, Hkv, C] bool, slots whose tokens are zoomed into.
         zoomed: [B, Hq] units zoomed into by each query head (float), or None when they are not counted.
         slot_visible: [B, Hq, 1, C] bool, or None when every query head attends to every slot.
@@ -77,8 +109,8 @@ class Decision:
         """[B, Hq, 1, M] bool of the fetched tokens [B, Hkv, M] (N at padding); None when all heads see all."""
 
     @abstractmethod
-    def tail(self, token: Tensor | None) -> Part | None:
-        """The coarse entries once the tokens [B, Hkv, M] are fetched."""
+    def shares(self, token: Tensor | None) -> Shares:
+        """What is left to window, slots and coarse entries once the tokens [B, Hkv, M] are fetched."""
 
 
 class TokenMap(BatchedState):
@@ -94,14 +126,14 @@ class TokenMap(BatchedState):
 
     def decide(self, view: StepView) -> TokenDecision:
         """Zoom into the tokens whose expected share of the attention mass reaches the threshold."""
-        estimate = F.pad(self.sketch.logits(view.router.routed_query(view.layer, view.query)), (0, 1), value=HIDDEN)
+        estimate = self.sketch.logits(view.router.routed_query(view.layer, view.query))
         if view.ragged:
-            outside = (view.span_of_token == view.lengths.shape[1])[:, None, None]
-            estimate = estimate.masked_fill_(outside, HIDDEN)
-        _hide_(estimate, view.slot_token)
-        exact = torch.logaddexp(torch.logsumexp(view.slot_logits, dim=-1), view.recent_lse)
-        level = view.router.level(view.layer, estimate, view.tokens, exact)
-        return TokenDecision(self, view, estimate, level)
+            estimate = estimate.masked_fill_(~view.spans.inside[:, None, None], HIDDEN)
+        none = estimate.new_full((*estimate.shape[:3], 1), HIDDEN)
+        logits = torch.cat([view.recent, view.slots, estimate, none], dim=-1)
+        first = logits.shape[-1] - estimate.shape[-1] - 1
+        _fill_(logits[..., first:], view.slot_token, HIDDEN)
+        return TokenDecision(self, view, first, *softmax_and_unit(logits))
 
     def append(self, keys: Tensor, analysis: Tensor, coarse_values: Tensor) -> None:
         """Add tokens [B, Hkv, n, d] and the mean values [B, Hkv, s, d] of their spans."""
@@ -110,28 +142,41 @@ class TokenMap(BatchedState):
 
 
 class TokenDecision(Decision):
-    """See `TokenMap`. A fetched token serves the whole query group."""
+    """See `TokenMap`. A fetched token serves the whole query group.
 
-    def __init__(self, owner: TokenMap, view: StepView, estimate: Tensor, level: Tensor) -> None:
-        self.owner, self.view, self.estimate = owner, view, estimate
-        num_kv_heads = view.slot_token.shape[1]
-        margin = (estimate - level).squeeze(2)
-        slot_margin = (view.slot_logits - level).squeeze(2)
-        # read before `tail` hides what is fetched
-        self.want = margin.unflatten(1, (num_kv_heads, -1)).amax(2)[..., :-1]
-        self.slot_used = slot_margin.unflatten(1, (num_kv_heads, -1)).amax(2) >= 0
+    Args:
+        first: column of the first token of the map; window and slots come before.
+        masses: [B, Hq, 1, W + C + N + 1] shares of everything, tokens of the map by estimate; the last is nothing.
+        unit: [B, Hq, 1, 1].
+    """
+
+    def __init__(self, owner: TokenMap, view: StepView, first: int, masses: Tensor, unit: Tensor) -> None:
+        self.owner, self.view, self.first, self.masses, self.unit = owner, view, first, masses, unit
+        slots = view.slots.shape[-1]
+        multiples = view.router.multiples(view.layer, masses[..., first - slots :], view.tokens).squeeze(2)
+        best = multiples.unflatten(1, (view.slot_token.shape[1], -1)).amax(2)
+        self.slot_used, self.want = best[..., :slots] >= 1, best[..., slots:-1]
         if view.count:
-            self.zoomed = (margin >= 0).sum(-1).float() + (slot_margin >= 0).sum(-1)
+            self.zoomed = (multiples >= 1).sum(-1).float()
 
     def fetched_visible(self, token: Tensor) -> Tensor | None:
         return None
 
-    def tail(self, token: Tensor | None) -> Part | None:
+    def shares(self, token: Tensor | None) -> Shares:
+        recent = self.view.recent.shape[-1]
+        if token is not None:
+            _fill_(self.masses[..., self.first :], token, 0.0)
+        return Shares(self.masses[..., :recent], self.masses[..., recent : self.first], self._span_masses(), self.unit)
+
+    def _span_masses(self) -> Tensor | None:
+        """Masses [B, Hq, 1, S]; tokens between two spans are in slots for good and add nothing."""
         if not self.view.use_coarse or self.owner.coarse_values.shape[2] == 0:
             return None
-        estimate = self.estimate if token is None else _hide_(self.estimate, token)
-        values = self.owner.coarse_values.to(self.view.query.dtype)
-        return Part(estimate, values, row_of_entry=self.view.span_of_token)
+        batch, num_heads = self.masses.shape[:2]
+        starts = (self.view.spans.starts + self.first)[:, None].expand(-1, num_heads, -1)
+        flat = self.masses.flatten(0, 2)
+        masses = torch.segment_reduce(flat, "sum", offsets=starts.flatten(0, 1), axis=1, unsafe=True)
+        return masses.view(batch, num_heads, 1, -1)
 
 
 class SpanMap(BatchedState):
@@ -155,13 +200,14 @@ class SpanMap(BatchedState):
 
     def decide(self, view: StepView) -> SpanDecision:
         """Zoom into the spans above threshold, best first, while their missing tokens fit."""
-        scores = view.router.scores(view.layer, view.query.float(), self.summary(view.lengths))
-        spans = view.lengths.shape[1]
-        slot_span = view.span_of_token[:, None].expand(*view.slot_token.shape[:2], -1).gather(-1, view.slot_token)
+        lengths = view.spans.lengths
+        scores = view.router.scores(view.layer, view.query, self.summary(lengths))
+        spans = lengths.shape[1]
+        slot_span = view.spans.of_token[:, None].expand(*view.slot_token.shape[:2], -1).gather(-1, view.slot_token)
         pinned = (slot_span == spans).repeat_interleave(view.query.shape[1] // slot_span.shape[1], dim=1).unsqueeze(2)
-        kept = torch.logsumexp(view.slot_logits.masked_fill(~pinned, HIDDEN), dim=-1)
-        exact = torch.logaddexp(kept, view.recent_lse)
-        margin = view.router.margin(view.layer, scores, view.lengths, view.tokens, exact)
+        kept = torch.logsumexp(view.slots.masked_fill(~pinned, HIDDEN), dim=-1)
+        exact = torch.logaddexp(kept, torch.logsumexp(view.recent, dim=-1))
+        margin = view.router.margin(view.layer, scores, lengths, view.tokens, exact)
         return SpanDecision(self, view, scores, margin, slot_span)
 
     def append(self, mean_key: Tensor, directions: Tensor | None, coarse_values: Tensor) -> None:
@@ -183,11 +229,11 @@ class SpanDecision(Decision):
         taken = self._fitting(group_margin, slot_span, spans)
         heads_taken = taken.repeat_interleave(self.group, dim=1).unsqueeze(2)
         self.expand = F.pad((margin >= 0) & heads_taken, (0, 1), value=True)  # [B, Hq, 1, S + 1]
-        self.slot_visible = self._of_span(slot_span)
+        self.slot_visible: Tensor = self._of_span(slot_span)
         self.slot_used = F.pad(taken, (0, 1)).gather(-1, slot_span)
         self.zoomed = self.expand[..., :-1].squeeze(2).sum(-1).float()
-        want = F.pad(group_margin.masked_fill(~taken, HIDDEN), (0, 1), value=HIDDEN)
-        token_span = view.span_of_token[:, None].expand(-1, num_kv_heads, -1)
+        want = F.pad((group_margin + 1).masked_fill(~taken, HIDDEN), (0, 1), value=HIDDEN)
+        token_span = view.spans.of_token[:, None].expand(-1, num_kv_heads, -1)
         # tokens already in a slot need no fetch
         self.want = want.gather(-1, token_span).scatter(-1, view.slot_token, HIDDEN)[..., :-1]
 
@@ -195,7 +241,7 @@ class SpanDecision(Decision):
         """[B, Hkv, S] spans to expand, in order of routing score while their missing tokens fit."""
         cached = torch.zeros(*slot_span.shape[:2], spans + 1, device=margin.device)
         cached.scatter_add_(-1, slot_span, torch.ones(slot_span.shape, device=margin.device))
-        missing = (self.view.lengths[:, None] - cached[..., :-1]).masked_fill(margin < 0, 0.0)
+        missing = (self.view.spans.lengths[:, None] - cached[..., :-1]).masked_fill(margin < 0, 0.0)
         ordered, order = margin.sort(dim=-1, descending=True, stable=True)
         fits = (missing.gather(-1, order).cumsum(-1) <= self.view.room[:, None, None]) & (ordered >= 0)
         return torch.zeros_like(fits).scatter(-1, order, fits)
@@ -206,23 +252,20 @@ class SpanDecision(Decision):
         return self.expand.gather(-1, index)
 
     def fetched_visible(self, token: Tensor) -> Tensor | None:
-        span = self.view.span_of_token[:, None].expand(*token.shape[:2], -1).gather(-1, token)
+        span = self.view.spans.of_token[:, None].expand(*token.shape[:2], -1).gather(-1, token)
         return self._of_span(span)
 
-    def tail(self, token: Tensor | None) -> Part | None:
+    def shares(self, token: Tensor | None) -> Shares:
+        slots = self.view.slots.masked_fill(~self.slot_visible, HIDDEN)
         if not self.view.use_coarse or self.owner.coarse_values.shape[2] == 0:
-            return None
-        query = self.view.query
-        if self.owner.mass_weighted:
-            logits = self.scores
-        else:
-            logits = dot(query, self.owner.mean_key.to(query.dtype)).float() + self.view.lengths.log()[:, None, None]
-        logits = logits.masked_fill(self.expand[..., :-1], HIDDEN)
-        return Part(logits, self.owner.coarse_values.to(query.dtype))
+            return Shares.of(self.view.recent, slots)
+        logits = self.scores
+        if not self.owner.mass_weighted:
+            logits = dot(self.view.query, self.owner.mean_key) + self.view.spans.lengths.log()[:, None, None]
+        return Shares.of(self.view.recent, slots, logits.masked_fill(self.expand[..., :-1], HIDDEN))
 
 
-def _hide_(logits: Tensor, token: Tensor) -> Tensor:
-    """Hide, in place, the tokens [B, Hkv, n] (N: nowhere) in the logits [B, Hq, 1, N + 1] of their query groups."""
-    grouped = logits.view(logits.shape[0], token.shape[1], -1, logits.shape[-1])
-    grouped.scatter_(-1, token.unsqueeze(2).expand(-1, -1, grouped.shape[2], -1), HIDDEN)
-    return logits
+def _fill_(entries: Tensor, token: Tensor, value: float) -> None:
+    """Set, in place, the tokens [B, Hkv, n] (N: nowhere) among entries [B, Hq, 1, N + 1] of their query groups."""
+    grouped = entries.view(entries.shape[0], token.shape[1], -1, entries.shape[-1])
+    grouped.scatter_(-1, token.unsqueeze(2).expand(-1, -1, grouped.shape[2], -1), value)

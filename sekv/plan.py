@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sekv.options import SeKVOptions
 
 MAP_INDEX_BYTES = 8  # a token's span number; one for all layers and heads
+SPAN_INDEX_BYTES = 12  # a span's length and start; one for all layers and heads
 WINDOW_SHARE = 0.25  # of the budget's entries, at most, for window and spill block together
 MAP_SHARE = 0.4  # of the budget's bytes, at most, for the sketch; smaller budgets get fewer dimensions
 MIN_DIMS = 8
@@ -105,7 +106,9 @@ class Planner:
             total += self._sketch_bytes(min(self.sketch_dims, self.spec.head_dim), mapped_tokens)
         if self.options.row_bits:
             total += 4 * self.spec.head_dim
-        shared = (mapped_tokens * MAP_INDEX_BYTES + 4 * spans) / (self.spec.num_layers * self.spec.num_kv_heads)
+        shared = (mapped_tokens * MAP_INDEX_BYTES + spans * SPAN_INDEX_BYTES) / (
+            self.spec.num_layers * self.spec.num_kv_heads
+        )
         return total + shared
 
     def plan(self, tokens: int, window: int, block: int, pinned: int, spans: int, may_map: bool = True) -> Plan:

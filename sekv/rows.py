@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from kvcore.state import BatchedState, HostState
+from sekv.attention import Entries
 
 ROW_BITS = (0, 8)
 KEY_HEADROOM = 1.25  # later keys may exceed the prompt's range by this much before they are clipped
 SCALE_BYTES = 2
+WORD_BYTES = 8
 
 
 @dataclass
@@ -36,6 +38,14 @@ class Rows:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+
+def put_rows_(target: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Copy rows [n, x] into target [..., x] at flat indices [n]; 8 bytes count as one number, for speed."""
+    flat = target.view(-1, target.shape[-1])
+    if flat.shape[-1] * flat.itemsize % WORD_BYTES == 0:
+        flat, rows = flat.view(torch.int64), rows.contiguous().view(torch.int64)
+    flat.index_copy_(0, index, rows)
 
 
 class RowCodec(BatchedState):
@@ -71,6 +81,18 @@ class RowCodec(BatchedState):
             keys.to(self.dtype) * self.key_step.unsqueeze(2).to(self.dtype),
             values.to(self.dtype) * rows.scale.to(self.dtype),
         )
+
+    def fold(self, query: Tensor) -> Tensor:
+        """Queries [B, Hq, Q, d] that, times the stored numbers of keys, give the logits: no key needs decoding."""
+        if self.key_step is None:
+            return query
+        return (query.unflatten(1, (self.key_step.shape[1], -1)) * self.key_step[:, :, None, None]).flatten(1, 2)
+
+    @staticmethod
+    def numbers(rows: Rows) -> tuple[Tensor, Entries]:
+        """The stored numbers of rows [B, Hkv, n, 2 d] in fp32: keys [B, Hkv, n, d] (see `fold`) and values."""
+        keys, values = rows.data.float().chunk(2, dim=-1)
+        return keys, Entries(values, None if rows.scale is None else rows.scale.mT)
 
     @staticmethod
     def row_bytes(head_dim: int, itemsize: int, bits: int) -> int:

@@ -5,14 +5,36 @@ Legend: B batch rows, Hkv KV heads, S spans, N tokens of the map, n new tokens, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvcore.state import BatchedState
-from sekv.rows import Rows
+from sekv.rows import Rows, put_rows_
 from sekv.statistics import ZoomStatistics
 
 NO_SPAN = -1
+
+
+@dataclass
+class SpanTable:
+    """The spans of every row, as far as one layer knows them.
+
+    Attributes:
+        of_token: int64 [B, N + 1], S for tokens of no span (pinned tokens, padding) and in the last column.
+        lengths: fp32 [B, S] tokens of each span, 0 for padding spans.
+        starts: int64 [B, S + 1], first token of each span, then the end of the last.
+    """
+
+    of_token: Tensor
+    lengths: Tensor
+    starts: Tensor
+
+    @property
+    def inside(self) -> Tensor:
+        """bool [B, N], tokens of some span."""
+        return self.of_token[:, :-1] < self.lengths.shape[1]
 
 
 class SharedSpans(BatchedState):
@@ -21,6 +43,8 @@ class SharedSpans(BatchedState):
     Attributes:
         span_of_token: int64 [B, N + 1], S for tokens of no span (pinned tokens, padding) and in the last column.
         lengths: fp32 [B, S] tokens of each span, 0 for padding spans.
+        starts: int64 [B, S + 1], first token of each span, then the end of the last. Spans follow each other in text
+            order; only tokens of no span lie between them.
         tokens: fp32 [B], tokens of each row when the prompt ended.
         mean_spans: mean number of spans per row.
         ragged: whether some token is neither in a span nor pinned (padding of short rows, rows without a map).
@@ -31,6 +55,9 @@ class SharedSpans(BatchedState):
         none = lengths.shape[1]
         index = span_of_token.long().masked_fill(span_of_token < 0, none)
         self.span_of_token = _with_last(index, none)
+        place = torch.arange(index.shape[1], device=index.device).expand_as(index)
+        starts = index.new_full((index.shape[0], none + 1), index.shape[1]).scatter_reduce(1, index, place, "amin")
+        self.starts = _with_last(starts[:, :-1], index.shape[1])
         self.lengths, self.tokens, self.ragged = lengths, tokens, ragged
         self.mean_spans = float((lengths > 0).sum(1).float().mean())
 
@@ -40,6 +67,7 @@ class SharedSpans(BatchedState):
         old = self.span_of_token[:, :-1]
         index = torch.cat([old.masked_fill(old == new, new + 1), torch.where(live, new, new + 1)], dim=1)
         self.span_of_token = _with_last(index, new + 1)
+        self.starts = _with_last(self.starts, index.shape[1])
         self.lengths = torch.cat([self.lengths, live.sum(1, keepdim=True).to(self.lengths.dtype)], dim=1)
         self.mean_spans += float(live.any(1).float().mean())
 
@@ -47,6 +75,12 @@ class SharedSpans(BatchedState):
         """Drop the spans; the rows' lengths stay."""
         self.span_of_token = self.span_of_token[:, :1] * 0
         self.lengths = self.lengths[:, :0].clone()
+        self.starts = self.starts[:, :1] * 0
+
+    def table(self, tokens: int, spans: int) -> SpanTable:
+        """The first tokens and spans, as a layer knows them that has no more."""
+        starts = self.starts[:, : spans + 1].clamp_max(tokens)
+        return SpanTable(self.padded(tokens, spans), self.lengths[:, :spans], starts)
 
     def padded(self, tokens: int, spans: int) -> Tensor:
         """int64 [B, tokens + 1]: spans of the first tokens as a layer with `spans` spans knows them."""
@@ -84,9 +118,9 @@ class ExpansionBuffer(BatchedState):
         """
         assert self.data is not None
         index = head * self.data.shape[2] + rank
-        self.data.flatten(0, 2).index_copy_(0, index, rows.data)
+        put_rows_(self.data, index, rows.data)
         if self.scale is not None and rows.scale is not None:
-            self.scale.flatten(0, 2).index_copy_(0, index, rows.scale)
+            put_rows_(self.scale, index, rows.scale)
         return Rows(self.data[:, :, :width], None if self.scale is None else self.scale[:, :, :width])
 
 

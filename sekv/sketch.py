@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcore.state import BatchedState
-from sekv.routing import Summary, dot
+from sekv.routing import Summary
 from sekv.summary import sketch_basis
 
 SKETCH_BITS = (4, 8)
@@ -68,24 +68,23 @@ class Sketch(BatchedState):
     def logits(self, routed: Tensor) -> Tensor:
         """Estimated logits [B, Hq, Q, N] (fp32) of routed, scaled queries [B, Hq, Q, d]: `routing.token_logits` on
         the packed codes. Steps are folded into the query, so that the codes are only converted, never rescaled."""
-        routed = routed.float()
-        on_basis = dot(routed, self.synthesis.float())
-        group = routed.shape[1] // self.step.shape[1]
-        offset = dot(routed, self.centre.unsqueeze(2))
-        offset = offset + (on_basis * self._per_head(self.low, group)).sum(-1, keepdim=True)
-        weights = on_basis * self._per_head(self.step, group)
+        batch, num_heads, num_queries, dim = routed.shape
+        codes, synthesis = self.codes.flatten(0, 1), self.synthesis.flatten(0, 1).float()
+        grouped = routed.float().reshape(codes.shape[0], -1, dim)  # [B Hkv, G Q, d]
+        on_basis = grouped @ synthesis.mT
+        offset = torch.baddbmm(
+            grouped @ self.centre.flatten(0, 1).unsqueeze(-1), on_basis, self.low.flatten(0, 1).unsqueeze(-1)
+        )
+        weights = on_basis * self.step.flatten(0, 1).unsqueeze(1)
         if self.bits == 8:
-            return _product(weights, self.codes.float()) + offset
-        # code byte = 16 · high + low, so high · w_h + low · w_l = byte · w_h / 16 + low · (w_l - w_h / 16)
-        high, low = weights.chunk(2, dim=-1)
-        high = high / 16
-        result = _product(high, self.codes.float())
-        return result + _product(low - high, self.codes.bitwise_and(15).float()) + offset
-
-    @staticmethod
-    def _per_head(values: Tensor, group: int) -> Tensor:
-        """[B, Hkv, m] -> [B, Hq, 1, m]."""
-        return values.repeat_interleave(group, dim=1).unsqueeze(2)
+            result = torch.baddbmm(offset, weights, codes.float())
+        else:
+            # code byte = 16 · high + low, so high · w_h + low · w_l = byte · w_h / 16 + low · (w_l - w_h / 16)
+            high, low = weights.chunk(2, dim=-1)
+            high = high / 16
+            result = torch.baddbmm(offset, high, codes.float())
+            result.baddbmm_(low - high, codes.bitwise_and(15).float())
+        return result.view(batch, num_heads, num_queries, -1)
 
     def coordinates(self) -> Tensor:
         """Decoded coordinates [B, Hkv, N, m] (fp32), for training and checks."""
@@ -116,13 +115,6 @@ def _ranges(coordinates: Tensor, visible: Tensor, bits: int) -> tuple[Tensor, Te
     empty = ~visible.any(dim=1)[:, None, None]
     low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
     return low, ((high - low) / (2**bits - 1)).clamp_min(1e-8)
-
-
-def _product(weights: Tensor, codes: Tensor) -> Tensor:
-    """[B, Hq, Q, P] · [B, Hkv, P, N] -> [B, Hq, Q, N]."""
-    batch, num_heads, num_queries, width = weights.shape
-    grouped = weights.reshape(batch, codes.shape[1], -1, width)
-    return (grouped @ codes).view(batch, num_heads, num_queries, -1)
 
 
 def sketch_bytes(dims: int, bits: int, tokens: int, head_dim: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcore.state import BatchedState
-from sekv.rows import RowCodec, Rows
+from sekv.rows import RowCodec, Rows, put_rows_
 
 PINNED = float("inf")
 EMPTY = float("-inf")
@@ -23,21 +23,35 @@ class Slots(BatchedState):
         token: int32 [B, Hkv, C], the token held; -1 when empty.
         rank: fp32 [B, Hkv, C]: step of the last use; +inf pinned or not available to this row, -inf empty.
         holes: whether some slot may be empty or not available.
+        spare: slots that every KV head can give up: those beyond are pinned or not available in some row.
     """
 
     def __init__(self, rows: Rows, token: Tensor, rank: Tensor) -> None:
         self.data, self.scale = rows.data, rows.scale
         self.token, self.rank = token.to(torch.int32), rank
+        self._inspect()
+
+    def _inspect(self) -> None:
         self.holes = bool((self.token < 0).any())
+        self.spare = int((self.rank < PINNED).sum(-1).amin()) if self.rank.numel() else 0
+
+    def select_rows(self, rows: Tensor) -> None:
+        super().select_rows(rows)
+        self._inspect()
 
     @property
     def count(self) -> int:
         """C."""
         return self.token.shape[2]
 
+    @property
+    def rows(self) -> Rows:
+        """[B, Hkv, C, 2 d]."""
+        return Rows(self.data, self.scale)
+
     def decode(self, codec: RowCodec) -> tuple[Tensor, Tensor]:
         """Keys and values [B, Hkv, C, d]."""
-        return codec.decode(Rows(self.data, self.scale))
+        return codec.decode(self.rows)
 
     def hidden(self) -> Tensor | None:
         """[B, Hkv, 1, C] bool, True at slots without a token; None when every slot holds one."""
@@ -50,35 +64,34 @@ class Slots(BatchedState):
 
     def touch(self, used: Tensor, step: int) -> None:
         """Mark the slots `used` [B, Hkv, C] (bool) as used in this step."""
-        self.rank = torch.where(used & self.rank.isfinite(), float(step), self.rank)
+        self.rank = torch.where(used, self.rank.clamp_min(step), self.rank)  # pinned ones stay at infinity
 
-    def put(self, rows: Rows, token: Tensor, live: Tensor, step: int) -> None:
-        """Store fetched rows over the least recently used slots; what finds no slot is dropped.
+    def put(self, rows: Rows, head: Tensor, column: Tensor, token: Tensor, width: int, step: int) -> None:
+        """Store n fetched rows over the least recently used slots; what finds no slot is dropped.
 
         Args:
-            rows: data [B, Hkv, n, 2 d], most wanted first.
-            token: [B, Hkv, n].
-            live: [B, Hkv, n] False at padding.
+            rows: data [n, 2 d].
+            head: [n] flat index b * Hkv + h.
+            column: [n], each row's place among those of its KV head, the most wanted first.
+            token: [n].
+            width: largest column + 1.
         """
-        count = min(token.shape[2], self.count)
+        count = min(width, self.count)
         if count == 0:
             return
         lowest, slot = self.rank.topk(count, dim=-1, largest=False)
-        live = live[:, :, :count] & (lowest < PINNED)
-        self.rank.scatter_(2, slot, torch.where(live, float(step), lowest))
-        held = self.token.gather(2, slot)
-        self.token.scatter_(2, slot, torch.where(live, token[:, :, :count].to(torch.int32), held))
-        self._write(self.data, rows.data, slot, live)
+        if width > self.spare:
+            free = lowest.flatten(0, 1)[head, column.clamp_max(count - 1)] < PINNED
+            kept = (free & (column < count)).nonzero().flatten()
+            head, column, token, rows = head[kept], column[kept], token[kept], rows.map(lambda t: t[kept])
+        index = head * self.count + slot.flatten(0, 1)[head, column]
+        put_rows_(self.data, index, rows.data)
         if self.scale is not None and rows.scale is not None:
-            self._write(self.scale, rows.scale, slot, live)
+            put_rows_(self.scale, index, rows.scale)
+        self.token.view(-1).index_copy_(0, index, token.to(torch.int32))
+        self.rank.view(-1).index_fill_(0, index, float(step))
         if self.holes:
             self.holes = bool((self.token < 0).any())
-
-    @staticmethod
-    def _write(target: Tensor, source: Tensor, slot: Tensor, live: Tensor) -> None:
-        index = slot.unsqueeze(-1).expand(*slot.shape, target.shape[3])
-        chosen = torch.where(live.unsqueeze(-1), source[:, :, : slot.shape[2]], target.gather(2, index))
-        target.scatter_(2, index, chosen)
 
     def resize(self, capacity: list[int]) -> None:
         """Make `capacity[row]` slots available to every row; new ones are empty, the lowest ranks are given up."""
@@ -95,7 +108,7 @@ class Slots(BatchedState):
         available = torch.arange(self.count, device=self.rank.device) < limit
         self.token = self.token.masked_fill(~available, -1)
         self.rank = self.rank.masked_fill(self.token < 0, EMPTY).masked_fill(~available, PINNED)
-        self.holes = bool((self.token < 0).any())
+        self._inspect()
 
     def _available(self) -> list[int]:
         """Slots available to each row."""

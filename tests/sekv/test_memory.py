@@ -135,11 +135,13 @@ def test_slots_give_up_the_least_recently_used_and_never_the_pinned():
     rows = Rows(torch.arange(4.0).view(1, 1, 4, 1), None)
     token, rank = torch.tensor([[[0, 1, 2, -1]]]), torch.tensor([[[PINNED, 3.0, 1.0, EMPTY]]])
     slots = Slots(rows, token, rank)
-    new = Rows(torch.full((1, 1, 3, 1), 9.0), None)
-    slots.put(new, torch.tensor([[[10, 11, 12]]]), torch.tensor([[[True, True, False]]]), step=5)
+    new, head, column = Rows(torch.full((3, 1), 9.0), None), torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    slots.put(new.map(lambda t: t[:2]), head[:2], column[:2], torch.tensor([10, 11]), 3, step=5)
     assert sorted(slots.token.flatten().tolist()) == [0, 1, 10, 11]
-    slots.put(new, torch.tensor([[[20, 21, 22]]]), torch.ones(1, 1, 3, dtype=torch.bool), step=6)
+    slots.put(new, head, column, torch.tensor([20, 21, 22]), 3, step=6)
     assert sorted(slots.token.flatten().tolist()) == [0, 20, 21, 22]
+    slots.put(Rows(torch.zeros(4, 1), None), head.repeat(2)[:4], torch.arange(4), torch.arange(30, 34), 4, step=7)
+    assert sorted(slots.token.flatten().tolist()) == [0, 30, 31, 32]  # the fourth finds no slot
     slots.resize([2])
     assert 0 in slots.token.flatten().tolist() and slots.count == 2
     slots.resize([5])
