@@ -14,7 +14,6 @@ from torch import Tensor
 
 # Of an entry of weight 0 relative to the largest that counts: bounds the gradient of the weight.
 LARGEST_EXPONENT = 10.0
-LOWEST_UNIT = -1e30  # finite, so that entries which are all hidden weigh exactly 0
 
 
 @dataclass
@@ -95,7 +94,7 @@ class Entries:
 
 @dataclass
 class Blend:
-    """Σ mass · value and Σ mass of some entries; `unit` is what a mass of 1 stands for.
+    """Σ mass · value and Σ mass of some entries, in units of exp(unit).
 
     Attributes:
         numerator: [B, Hq, 1, d].
@@ -108,26 +107,17 @@ class Blend:
     unit: Tensor
 
     @classmethod
-    def of(cls, unit: Tensor, parts: list[tuple[Tensor, Entries]]) -> Blend:
-        """Masses [B, Hq, 1, n] of entries, in units of exp(unit)."""
-        products = [_weighted(mass, entries) for mass, entries in parts]
-        totals = [mass.sum(dim=-1, keepdim=True) for mass, _ in parts]
-        numerator, total = products[0], totals[0]
-        for more, mass in zip(products[1:], totals[1:], strict=True):
-            numerator, total = numerator + more, total + mass
-        return cls(numerator, total, unit)
+    def of(cls, unit: Tensor, mass: Tensor, parts: list[tuple[Tensor, Entries]]) -> Blend:
+        """Entries by their masses [B, Hq, 1, n], which sum to `mass`."""
+        products = [_weighted(masses, entries) for masses, entries in parts]
+        return cls(sum(products[1:], products[0]), mass, unit)
 
-    @classmethod
-    def of_logits(cls, logits: Tensor, entries: Entries) -> Blend:
-        """Entries by their logits [B, Hq, 1, n]; all of them may be hidden (-inf)."""
-        unit = logits.amax(dim=-1, keepdim=True).clamp_min(LOWEST_UNIT)
-        return cls.of(unit, [(torch.exp(logits - unit), entries)])
-
-    def joined(self, other: Blend) -> Blend:
-        """Both sets of entries in one softmax."""
-        unit = torch.maximum(self.unit, other.unit)
-        own, its = torch.exp(self.unit - unit), torch.exp(other.unit - unit)
-        return Blend(self.numerator * own + other.numerator * its, self.mass * own + other.mass * its, unit)
+    def with_logits(self, logits: Tensor, entries: Entries) -> Blend:
+        """More entries in the same softmax, by their logits [B, Hq, 1, n]."""
+        unit = torch.maximum(self.unit, logits.amax(dim=-1, keepdim=True))
+        factor, masses = torch.exp(self.unit - unit), torch.exp(logits - unit)
+        numerator = torch.addcmul(_weighted(masses, entries), self.numerator, factor)
+        return Blend(numerator, torch.addcmul(masses.sum(dim=-1, keepdim=True), self.mass, factor), unit)
 
     def output(self) -> Tensor:
         """[B, Hq, 1, d]."""

@@ -24,7 +24,7 @@ class Fetched:
     Attributes:
         rows: [B, Hkv, M, 2 d] in storage form.
         token: int64 [B, Hkv, M], N at padding.
-        live: bool [B, Hkv, M].
+        padding: bool [B, Hkv, M].
         moved: the same rows one after another, [n, 2 d].
         head, column, moved_token: [n], where each of them is: flat KV head b * Hkv + h, column, token.
         moved_bytes: bytes that travelled.
@@ -32,7 +32,7 @@ class Fetched:
 
     rows: Rows
     token: Tensor
-    live: Tensor
+    padding: Tensor
     moved: Rows
     head: Tensor
     column: Tensor
@@ -72,14 +72,14 @@ def fetch(
     if widest <= smallest:
         first = counts.flatten().cumsum(0) - counts.flatten()
         column = torch.arange(head.shape[0], device=want.device) - first[head]
-        live = columns < counts.unsqueeze(-1)
+        padding = columns >= counts.unsqueeze(-1)
     else:
         best, order = want.topk(width, dim=-1)
         live = (best >= 1) & (columns < room[:, None, None])
         head, column = live.flatten(0, 1).nonzero(as_tuple=True)
-        token = order.flatten(0, 1)[head, column]
+        token, padding = order.flatten(0, 1)[head, column], ~live
     moved, moved_bytes = store.fetch(head, token, want.device)
     padded = torch.full((*want.shape[:2], width), want.shape[-1], device=want.device)
     padded.view(-1).index_copy_(0, head * width + column, token)
     rows = buffer.place(moved, head, column, width)
-    return Fetched(rows, padded, live, moved, head, column, token, moved_bytes)
+    return Fetched(rows, padded, padding, moved, head, column, token, moved_bytes)

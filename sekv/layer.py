@@ -131,7 +131,7 @@ class SeKVLayer(CacheLayer):
         self.pinned = [int(segment.where(Kind.SINK, Kind.ANCHOR).numel()) for segment in segments]
         spans, tokens = self.shared.spans.lengths.shape[1], self.store.used
         if any(plan.mapped for plan in plans):
-            index = self.shared.spans.padded(tokens, spans)[:, :-1]
+            index = self.shared.spans.table(tokens, spans).of_token[:, :-1]
             assert isinstance(self.store, TokenStore)
             keys, values = self.codec.decode(self.store.all_rows(device))
             dtype = self.options.coarse_dtype(self.spec)
@@ -184,7 +184,7 @@ class SeKVLayer(CacheLayer):
         recent = _masked(dot(query, recent_keys), hidden)
         slot_query = self.codec.fold(query)
         slot_keys, slot_values = self.codec.numbers(self.slots.rows)
-        slots = _masked(dot(slot_query, slot_keys), self._over_heads(self.slots.hidden()))
+        slots = _masked(dot(slot_query, slot_keys), self.slots.hidden())
         self._attended = self.window.mean_tokens()
         decision = None if self.map is None else self.map.decide(self._view(query, recent, slots))
         fetched = None
@@ -196,7 +196,7 @@ class SeKVLayer(CacheLayer):
             shares = decision.shares(None if fetched is None else fetched.token)
         blend = self._resident(shares, Entries(recent_values.float()), slot_values)
         if decision is not None and fetched is not None:
-            blend = blend.joined(self._zoomed(slot_query, decision, fetched))
+            blend = self._with_fetched(blend, slot_query, decision, fetched)
         self._count_slots(None if decision is None else decision.slot_visible)
         if decision is not None:
             self._after(decision, fetched)
@@ -233,16 +233,16 @@ class SeKVLayer(CacheLayer):
             assert self.map is not None and self.shared.spans is not None
             parts.append((shares.spans, Entries(self.map.coarse_values.float())))
             self._attended += self.shared.spans.mean_spans
-        return Blend.of(shares.unit, parts)
+        return Blend.of(shares.unit, shares.mass, parts)
 
-    def _zoomed(self, slot_query: Tensor, decision: Decision, fetched: Fetched) -> Blend:
-        """The fetched tokens, exactly."""
+    def _with_fetched(self, blend: Blend, slot_query: Tensor, decision: Decision, fetched: Fetched) -> Blend:
+        """The fetched tokens are attended exactly, in the same softmax."""
         assert self.codec is not None
         keys, values = self.codec.numbers(fetched.rows)
-        logits = _masked(dot(slot_query, keys), self._over_heads(~fetched.live.unsqueeze(2)))
+        logits = _masked(dot(slot_query, keys), fetched.padding.unsqueeze(2))
         visible = decision.fetched_visible(fetched.token)
-        self._attended += fetched.count / (fetched.live.shape[0] * fetched.live.shape[1])
-        return Blend.of_logits(_masked(logits, None if visible is None else ~visible), values)
+        self._attended += fetched.count / (fetched.padding.shape[0] * fetched.padding.shape[1])
+        return blend.with_logits(logits if visible is None else logits.masked_fill(~visible, HIDDEN), values)
 
     def _after(self, decision: Decision, fetched: Fetched | None) -> None:
         """Keep what was fetched, remember what was used, record what happened."""
@@ -271,10 +271,6 @@ class SeKVLayer(CacheLayer):
         if visible is not None:
             seen = seen & visible.squeeze(2).unflatten(1, (seen.shape[1], -1)).any(2)
         self._attended += float(seen.sum(-1).float().mean())
-
-    def _over_heads(self, mask: Tensor | None) -> Tensor | None:
-        """[B, Hkv, 1, n] -> [B, Hq, 1, n]."""
-        return None if mask is None else mask.repeat_interleave(self.spec.group_size, dim=1)
 
     # --- growth
     def _spill(self) -> None:
@@ -349,10 +345,14 @@ class SeKVLayer(CacheLayer):
         old = max(0, recent_keys.shape[2] - self.step)  # the window's tokens that belong to the prompt
         recent = _masked(dot(query * scale, recent_keys).float(), hidden)[..., :old]
         late = self.slots.token >= min(self.prompt_lengths)
-        gone = self._over_heads(((self.slots.token < 0) | late).unsqueeze(2))
+        gone = ((self.slots.token < 0) | late).unsqueeze(2)
         exact = _masked(dot(query * scale, self.slots.decode(self.codec)[0]).float(), gone)
         return torch.logsumexp(torch.cat([recent, exact], dim=-1), dim=-1)
 
 
 def _masked(logits: Tensor, hidden: Tensor | None) -> Tensor:
-    return logits if hidden is None else logits.masked_fill(hidden, HIDDEN)
+    """Logits [B, Hq, 1, n] without the entries `hidden` [B, 1 or Hkv, 1, n] (None: all stay)."""
+    if hidden is None:
+        return logits
+    grouped = logits.unflatten(1, (hidden.shape[1], -1))
+    return grouped.masked_fill(hidden.unsqueeze(2), HIDDEN).flatten(1, 2)

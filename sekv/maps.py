@@ -63,21 +63,23 @@ class Shares:
         recent: [B, Hq, 1, W].
         slots: [B, Hq, 1, C].
         spans: [B, Hq, 1, S], what of each span is neither in a slot nor fetched; None without coarse entries.
+        mass: [B, Hq, 1, 1], all of these.
         unit: [B, Hq, 1, 1], natural log.
     """
 
     recent: Tensor
     slots: Tensor
     spans: Tensor | None
+    mass: Tensor
     unit: Tensor
 
     @classmethod
     def of(cls, recent: Tensor, slots: Tensor, spans: Tensor | None = None) -> Shares:
         """From the logits of all parts."""
         parts = [recent, slots] if spans is None else [recent, slots, spans]
-        shares, unit = softmax_and_unit(torch.cat(parts, dim=-1))
-        split = shares.split([part.shape[-1] for part in parts], dim=-1)
-        return cls(split[0], split[1], None if spans is None else split[2], unit)
+        masses, unit = softmax_and_unit(torch.cat(parts, dim=-1))
+        split = masses.split([part.shape[-1] for part in parts], dim=-1)
+        return cls(split[0], split[1], None if spans is None else split[2], torch.ones_like(unit), unit)
 
 
 def softmax_and_unit(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,10 +132,9 @@ class TokenMap(BatchedState):
         if view.ragged:
             estimate = estimate.masked_fill_(~view.spans.inside[:, None, None], HIDDEN)
         none = estimate.new_full((*estimate.shape[:3], 1), HIDDEN)
-        logits = torch.cat([view.recent, view.slots, estimate, none], dim=-1)
-        first = logits.shape[-1] - estimate.shape[-1] - 1
-        _fill_(logits[..., first:], view.slot_token, HIDDEN)
-        return TokenDecision(self, view, first, *softmax_and_unit(logits))
+        logits = torch.cat([estimate, none, view.slots, view.recent], dim=-1)
+        _fill_(logits[..., : estimate.shape[-1] + 1], view.slot_token, HIDDEN)
+        return TokenDecision(self, view, *softmax_and_unit(logits))
 
     def append(self, keys: Tensor, analysis: Tensor, coarse_values: Tensor) -> None:
         """Add tokens [B, Hkv, n, d] and the mean values [B, Hkv, s, d] of their spans."""
@@ -145,17 +146,17 @@ class TokenDecision(Decision):
     """See `TokenMap`. A fetched token serves the whole query group.
 
     Args:
-        first: column of the first token of the map; window and slots come before.
-        masses: [B, Hq, 1, W + C + N + 1] shares of everything, tokens of the map by estimate; the last is nothing.
+        masses: [B, Hq, 1, N + 1 + C + W] shares of everything: tokens of the map by estimate, nothing, slots, window.
         unit: [B, Hq, 1, 1].
     """
 
-    def __init__(self, owner: TokenMap, view: StepView, first: int, masses: Tensor, unit: Tensor) -> None:
-        self.owner, self.view, self.first, self.masses, self.unit = owner, view, first, masses, unit
-        slots = view.slots.shape[-1]
-        multiples = view.router.multiples(view.layer, masses[..., first - slots :], view.tokens).squeeze(2)
+    def __init__(self, owner: TokenMap, view: StepView, masses: Tensor, unit: Tensor) -> None:
+        self.owner, self.view, self.masses, self.unit = owner, view, masses, unit
+        self.tail = masses.shape[-1] - view.slots.shape[-1] - view.recent.shape[-1]  # N + 1
+        not_recent = masses[..., : masses.shape[-1] - view.recent.shape[-1]]
+        multiples = view.router.multiples(view.layer, not_recent, view.tokens).squeeze(2)
         best = multiples.unflatten(1, (view.slot_token.shape[1], -1)).amax(2)
-        self.slot_used, self.want = best[..., :slots] >= 1, best[..., slots:-1]
+        self.want, self.slot_used = best[..., : self.tail - 1], best[..., self.tail :] >= 1
         if view.count:
             self.zoomed = (multiples >= 1).sum(-1).float()
 
@@ -163,19 +164,24 @@ class TokenDecision(Decision):
         return None
 
     def shares(self, token: Tensor | None) -> Shares:
-        recent = self.view.recent.shape[-1]
         if token is not None:
-            _fill_(self.masses[..., self.first :], token, 0.0)
-        return Shares(self.masses[..., :recent], self.masses[..., recent : self.first], self._span_masses(), self.unit)
+            _fill_(self.masses[..., : self.tail], token, 0.0)
+        coarse = self.view.use_coarse and self.owner.coarse_values.shape[2] > 0
+        counted = self.masses if coarse else self.masses[..., self.tail :]
+        slots = self.tail + self.view.slots.shape[-1]
+        return Shares(
+            recent=self.masses[..., slots:],
+            slots=self.masses[..., self.tail : slots],
+            spans=self._span_masses() if coarse else None,
+            mass=counted.sum(dim=-1, keepdim=True),
+            unit=self.unit,
+        )
 
-    def _span_masses(self) -> Tensor | None:
+    def _span_masses(self) -> Tensor:
         """Masses [B, Hq, 1, S]; tokens between two spans are in slots for good and add nothing."""
-        if not self.view.use_coarse or self.owner.coarse_values.shape[2] == 0:
-            return None
         batch, num_heads = self.masses.shape[:2]
-        starts = (self.view.spans.starts + self.first)[:, None].expand(-1, num_heads, -1)
-        flat = self.masses.flatten(0, 2)
-        masses = torch.segment_reduce(flat, "sum", offsets=starts.flatten(0, 1), axis=1, unsafe=True)
+        starts = self.view.spans.starts[:, None].expand(-1, num_heads, -1).flatten(0, 1)
+        masses = torch.segment_reduce(self.masses.flatten(0, 2), "sum", offsets=starts, axis=1, unsafe=True)
         return masses.view(batch, num_heads, 1, -1)
 
 

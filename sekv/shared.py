@@ -79,14 +79,10 @@ class SharedSpans(BatchedState):
 
     def table(self, tokens: int, spans: int) -> SpanTable:
         """The first tokens and spans, as a layer knows them that has no more."""
-        starts = self.starts[:, : spans + 1].clamp_max(tokens)
-        return SpanTable(self.padded(tokens, spans), self.lengths[:, :spans], starts)
-
-    def padded(self, tokens: int, spans: int) -> Tensor:
-        """int64 [B, tokens + 1]: spans of the first tokens as a layer with `spans` spans knows them."""
         if tokens + 1 == self.span_of_token.shape[1] and spans == self.lengths.shape[1]:
-            return self.span_of_token
-        return _with_last(self.span_of_token[:, :tokens].clamp_max(spans), spans)
+            return SpanTable(self.span_of_token, self.lengths, self.starts)
+        of_token = _with_last(self.span_of_token[:, :tokens].clamp_max(spans), spans)
+        return SpanTable(of_token, self.lengths[:, :spans], self.starts[:, : spans + 1].clamp_max(tokens))
 
 
 def _with_last(index: Tensor, none: int) -> Tensor:
