@@ -79,6 +79,15 @@ def _gathered(mass: Tensor, row_of_entry: Tensor, rows: int) -> Tensor:
     return mass.new_zeros(*mass.shape[:3], rows + 1).scatter_add(-1, index, mass)[..., :rows]
 
 
+def softmax_and_unit(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of [..., n] and the log-sum-exp [..., 1] that it divides by.
+
+    The largest share tells the latter, which spares a second pass of exponentials.
+    """
+    shares = logits.softmax(dim=-1)
+    return shares, logits.amax(dim=-1, keepdim=True) - shares.amax(dim=-1, keepdim=True).log()
+
+
 @dataclass
 class Entries:
     """Tokens or spans as one decode step multiplies with them.

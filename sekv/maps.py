@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
 from kvcore.state import BatchedState
+from sekv.attention import softmax_and_unit
 from sekv.routing import Router, Summary, dot
 from sekv.shared import SpanTable
 from sekv.sketch import Sketch
@@ -80,15 +81,6 @@ class Shares:
         masses, unit = softmax_and_unit(torch.cat(parts, dim=-1))
         split = masses.split([part.shape[-1] for part in parts], dim=-1)
         return cls(split[0], split[1], None if spans is None else split[2], torch.ones_like(unit), unit)
-
-
-def softmax_and_unit(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of [..., n] and the log-sum-exp [..., 1] that it divides by.
-
-    The largest share tells the latter, which spares a second pass of exponentials.
-    """
-    shares = logits.softmax(dim=-1)
-    return shares, logits.amax(dim=-1, keepdim=True) - shares.amax(dim=-1, keepdim=True).log()
 
 
 class Decision:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-BLOCK_LOGITS = 32 * 1024 * 1024  # numbers of one block of logits: 128 MiB in fp32
+from sekv.attention import softmax_and_unit
+
+BLOCK_LOGITS = 16 * 1024 * 1024  # numbers of one block of logits: 64 MiB in fp32
 
 
 class SurprisalMeter:
@@ -56,5 +58,5 @@ def surprisal(lm_head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     for start in range(0, hidden.shape[1], block):
         logits = lm_head(hidden[:, start : start + block]).float()
         chosen = logits.gather(-1, targets[:, start : start + block, None]).squeeze(-1)
-        pieces.append(torch.logsumexp(logits, dim=-1) - chosen)
+        pieces.append(softmax_and_unit(logits)[1].squeeze(-1) - chosen)
     return torch.cat(pieces, dim=1)
