@@ -84,11 +84,13 @@ class SeKVLayer(CacheLayer):
         self.step = self.blocks = 0
 
     # --- prefill
+    @torch.no_grad()
     def observe(self, query: Tensor, keys: Tensor, padding: list[int], scale: float) -> None:
         assert self.observer is not None
         start = keys.shape[2] - query.shape[2]
         self.observer.observe(query, keys.shape[1], [max(0, pad - start) for pad in padding], scale)
 
+    @torch.no_grad()
     def build(self, prompt: LayerPrompt) -> None:
         """Keys and values leave for the host; the window and the sketch stay."""
         check_finite(prompt.keys, f"layer {self.layer_idx}, keys")
@@ -117,6 +119,7 @@ class SeKVLayer(CacheLayer):
             analysis = analysis.cpu()
         self.host = HostTensors(analysis, body.warm_scores(observer.newest, self.prompt_lengths).cpu())
 
+    @torch.no_grad()
     def finish(self, segments: list[Segments], plans: list[Plan], surprisal: Tensor | None) -> None:
         """The spans are known (`shared.spans` is filled): build the map and fill the first slots.
 
@@ -164,6 +167,7 @@ class SeKVLayer(CacheLayer):
         return rows.map(lambda t: t.unflatten(0, (batch, num_kv_heads, count)))
 
     # --- decode
+    @torch.no_grad()  # what is stored is overwritten in place: a cache is for inference, training has sekv.student
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tokens: int) -> Tensor:
         self.fetched_bytes, attended, outputs = 0, 0.0, []
         for index in range(key.shape[2]):  # several tokens are as many steps; plain decoding has one

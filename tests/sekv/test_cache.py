@@ -98,6 +98,19 @@ def test_no_future_token_reaches_a_query(model, form):
     assert torch.equal(decoded(model, ids, changed, step=24, **FORMS[form])[1][:, :12], before)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_decoding_with_autograd_enabled_is_the_same(form):
+    model = build_tiny(eos_token_id=None, **SMALL)[0]
+    ids, more = token_ids(1, 120), token_ids(1, 40, 1)
+    expected = decoded(model, ids, more, budget=0.4, **FORMS[form])[1]
+    with torch.inference_mode(False), torch.enable_grad():
+        fresh = build_tiny(eos_token_id=None, **SMALL)[0]
+        ids, more = token_ids(1, 120), token_ids(1, 40, 1)
+        cache, logits = decoded(fresh, ids, more, budget=0.4, **FORMS[form])
+    assert torch.equal(logits.detach(), expected)
+    assert not any(tensor.requires_grad for state in cache.stored_states() for tensor in state.tensors())
+
+
 def test_chunked_prefill_equals_whole(model):
     ids, more = token_ids(1, 120), token_ids(1, 8, 1)
     _, whole = decoded(model, ids, more)
