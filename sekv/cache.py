@@ -142,7 +142,9 @@ class SeKVCache(CompressedCache):
         counts.scatter_add_(1, inside, torch.ones(inside.shape, device=index.device))
         tokens = torch.tensor(lengths, dtype=torch.float32, device=index.device)
         ragged = len({segment_.kinds.shape[0] for segment_ in segments}) > 1 or not all(plan.mapped for plan in plans)
-        return SharedSpans(index, counts[:, :num_spans].clone(), tokens, ragged or len(set(plans)) > 1)
+        body = [int((s.kinds != int(Kind.WINDOW)).sum()) * plan.mapped for s, plan in zip(segments, plans, strict=True)]
+        mapped = torch.tensor(body, device=index.device)
+        return SharedSpans(index, counts[:, :num_spans].clone(), tokens, mapped, ragged or len(set(plans)) > 1)
 
     def zoom_statistics(self) -> ZoomSummary | None:
         """What was zoomed into since the cache was made or reset; None at budget=1.0."""

@@ -76,6 +76,9 @@ def fetch(
     else:
         best, order = want.topk(width, dim=-1)
         live = (best >= 1) & (columns < room[:, None, None])
+        # rows in which all fits keep the order of the text, as they do alone
+        in_order = order.masked_fill(~live, want.shape[-1]).sort(dim=-1).values
+        order = torch.where((counts <= room[:, None]).unsqueeze(-1), in_order, order)
         head, column = live.flatten(0, 1).nonzero(as_tuple=True)
         token, padding = order.flatten(0, 1)[head, column], ~live
     moved, moved_bytes = store.fetch(head, token, want.device)

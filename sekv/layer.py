@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvcore.budget import Budget, ModelSpec
 from kvcore.layer import CacheLayer, LayerPrompt
-from kvcore.log import get_logger, warn_once
 from kvcore.state import HostState
 from sekv.attention import Blend, Entries
 from sekv.factors import FactorStore, factorise
@@ -30,8 +29,6 @@ from sekv.slots import Slots
 from sekv.window import Window
 
 STATISTICS_EVERY = 4  # steps between two counts of what each query head zooms into
-
-log = get_logger(__name__)
 
 
 class HostTensors(HostState):
@@ -97,18 +94,12 @@ class SeKVLayer(CacheLayer):
         check_finite(prompt.values, f"layer {self.layer_idx}, values")
         self.prompt_lengths = [prompt.keys.shape[2] - pad for pad in prompt.padding]
         sizes = [self.planner.window(length) for length in self.prompt_lengths]
-        if len({block for _, block in sizes}) > 1:
-            warn_once(
-                log,
-                f"sekv: rows of this batch are so unequal ({min(self.prompt_lengths)} to {max(self.prompt_lengths)} "
-                "tokens) that tokens leave their windows in blocks of one common size: once a block has left, the "
-                "shorter rows differ from a run alone. Batch prompts of similar length",
-            )
         windows = [min(size, length) for (size, _), length in zip(sizes, self.prompt_lengths, strict=True)]
         body = PromptBody.of(prompt, windows)
-        self.window = Window(*PromptBody.window(prompt, windows), block=max(block for _, block in sizes))
+        self.window = Window(*PromptBody.window(prompt, windows), torch.tensor([block for _, block in sizes]))
         self.codec = RowCodec(body.keys, self.options.row_bits)
-        self.store = make_store(self.codec.encode(body.keys, body.values), self.options.offload, self.options.pin)
+        rows, counts = self.codec.encode(body.keys, body.values), torch.tensor(body.counts)
+        self.store = make_store(rows, self.options.offload, self.options.pin, counts)
         observer, self.observer = self.observer, None
         assert observer is not None and observer.newest is not None
         analysis = None
@@ -138,14 +129,15 @@ class SeKVLayer(CacheLayer):
             assert isinstance(self.store, TokenStore)
             keys, values = self.codec.decode(self.store.all_rows(device))
             dtype = self.options.coarse_dtype(self.spec)
-            self.map = build_map(self.options, keys, values, index, spans, surprisal, self.sketch, dtype)
+            counts = self.shared.spans.mapped, self.shared.spans.counts
+            self.map = build_map(self.options, keys, values, index, spans, surprisal, self.sketch, dtype, counts)
             self._factorise(index, spans)
         self.sketch = None  # the map owns it
         token, rank = first_slots(self.host.warm_scores.to(device), segments, plans)
         self.host.warm_scores = None
         self.slots = Slots(self._rows_at(token.clamp_min(0)), token, rank)
         self._capacity = [plan.slots for plan in plans]
-        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), self._room_limits[1])
+        self.shared.buffer.reserve(self.slots.rows, self._room_limits[1])
 
     def _factorise(self, span_of_token: Tensor, num_spans: int) -> None:
         """Low-rank factors instead of raw rows, where they are smaller (`max_rank`)."""
@@ -196,6 +188,8 @@ class SeKVLayer(CacheLayer):
             shares = Shares.of(recent, slots)
         else:
             assert self.store is not None and self.room is not None
+            # with several tokens per forward the layer before may have grown further
+            self.shared.buffer.reserve(self.slots.rows, self._room_limits[1])
             fetched = fetch(decision.want, self.room, self._room_limits, self.store, self.shared.buffer)
             shares = decision.shares(None if fetched is None else fetched.token)
         blend = self._resident(shares, Entries(recent_values.float()), slot_values)
@@ -214,9 +208,9 @@ class SeKVLayer(CacheLayer):
             router=self.router,
             layer=self.layer_idx,
             query=query,
-            spans=shared.table(self.store.used, self.map.coarse_values.shape[2]),
+            spans=shared.table(self.map.width, self.map.coarse_values.shape[2]),
             tokens=shared.tokens + self.step,
-            slot_token=self.slots.token_index(self.store.used),
+            slot_token=self.slots.token_index(self.map.width),
             slots=slots,
             recent=recent,
             room=self.room,
@@ -278,42 +272,44 @@ class SeKVLayer(CacheLayer):
 
     # --- growth
     def _spill(self) -> None:
-        """The window is full: its oldest block becomes a span, on the host and in the map, and enters the slots."""
+        """Some row's window is full: its oldest block becomes a span, on the host and in the map, and enters the
+        slots."""
         assert self.window is not None and self.store is not None and self.codec is not None
         assert self.shared.spans is not None and self.slots is not None and self.host is not None
-        keys, values = self.window.pop_block()
-        live = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool, device=keys.device)
-        first = self.store.used
-        rows = self.codec.encode(keys, values)
-        self.store.append(rows)
-        mapped = torch.tensor([plan.mapped for plan in self.plans], device=live.device)
+        block = self.window.pop()
+        rows = self.codec.encode(block.keys, block.values, block.rows)
+        token = self.store.append(rows, block).to(block.rows.device)
         self.blocks += 1
-        if (
-            self.map is not None and self.shared.blocks < self.blocks
-        ):  # the first layer that spills extends the shared spans for all
-            self.shared.spans.extend(live & mapped[:, None])
-            self.shared.blocks = self.blocks
         if self.map is not None:
-            extend_map(self.map, keys, values, self.host.analysis)
-        self._grow()
-        token = torch.arange(first, first + keys.shape[2], device=live.device).expand(*keys.shape[:2], -1)
+            mapped = torch.tensor([plan.mapped for plan in self.plans], device=block.rows.device)
+            known = block.only(mapped[block.rows])
+            if self.shared.blocks < self.blocks:  # the first layer that spills extends the shared spans for all
+                self.shared.spans.extend(known)
+                self.shared.blocks = self.blocks
+            if known.rows.numel():
+                extend_map(self.map, known, self.host.analysis)
+        self._grow(block.rows.tolist())
         if self.options.factor_cache:
-            count = keys.shape[2]
-            head = torch.arange(token.shape[0] * token.shape[1], device=token.device).repeat_interleave(count)
-            column = torch.arange(count, device=token.device).repeat(token.shape[0] * token.shape[1])
-            flat = rows.map(lambda t: t.flatten(0, 2))
-            self.slots.put(flat, head, column, token.flatten(), count, self.step)
+            heads = torch.arange(self.spec.num_kv_heads, device=token.device)
+            self.slots.put(
+                rows.map(lambda t: t[block.member, :, block.column].flatten(0, 1)),
+                (block.row[:, None] * heads.numel() + heads).flatten(),
+                block.column.repeat_interleave(heads.numel()),
+                token.repeat_interleave(heads.numel()),
+                block.live.shape[1],
+                self.step,
+            )
 
-    def _grow(self) -> None:
+    def _grow(self, rows: list[int]) -> None:
         """Slots and buffer follow the budget of the longer rows; a map that no longer fits is given up."""
         assert self.slots is not None and self.window is not None and self.shared.spans is not None
-        # its own spans only: with several tokens per forward another layer may be ahead
-        own = 0 if self.map is None else self.map.coarse_values.shape[2]
-        spans = (self.shared.spans.lengths[:, :own] > 0).sum(1).tolist()
-        plans = [
-            self.planner.plan(length + self.step, plan.window, self.window.block, pinned, count, plan.mapped)
-            for length, plan, pinned, count in zip(self.prompt_lengths, self.plans, self.pinned, spans, strict=True)
-        ]
+        spans = [0] * len(self.plans) if self.map is None else self.map.spans.tolist()
+        plans = list(self.plans)
+        for row in rows:
+            plan, tokens = plans[row], self.prompt_lengths[row] + self.step
+            plans[row] = self.planner.plan(tokens, plan.window, plan.block, self.pinned[row], spans[row], plan.mapped)
+        if self.map is not None:
+            self.map.forget(torch.tensor([not plan.mapped for plan in plans], device=self.map.spans.device))
         self._apply(plans, self.window.keys.device)
         if self.map is not None and not any(plan.mapped for plan in self.plans):
             self.map = None
@@ -322,7 +318,7 @@ class SeKVLayer(CacheLayer):
         if capacity != self._capacity:
             self._capacity = capacity
             self.slots.resize(capacity)
-        self.shared.buffer.reserve(Rows(self.slots.data, self.slots.scale), self._room_limits[1])
+        self.shared.buffer.reserve(self.slots.rows, self._room_limits[1])
 
     def _apply(self, plans: list[Plan], device: torch.device) -> None:
         self.plans = plans
@@ -348,7 +344,7 @@ class SeKVLayer(CacheLayer):
         recent_keys, _, hidden = self.window.view()
         old = max(0, recent_keys.shape[2] - self.step)  # the window's tokens that belong to the prompt
         recent = _masked(dot(query * scale, recent_keys).float(), hidden)[..., :old]
-        late = self.slots.token >= min(self.prompt_lengths)
+        late = self.slots.token >= torch.tensor(self.prompt_lengths, device=self.slots.token.device)[:, None, None]
         gone = ((self.slots.token < 0) | late).unsqueeze(2)
         exact = _masked(dot(query * scale, self.slots.decode(self.codec)[0]).float(), gone)
         return torch.logsumexp(torch.cat([recent, exact], dim=-1), dim=-1)

@@ -20,6 +20,7 @@ from sekv.attention import softmax_and_unit
 from sekv.routing import Router, Summary, dot
 from sekv.shared import SpanTable
 from sekv.sketch import Sketch
+from sekv.window import Block, write_columns
 
 HIDDEN = float("-inf")
 
@@ -107,31 +108,64 @@ class Decision:
         """What is left to window, slots and coarse entries once the tokens [B, Hkv, M] are fetched."""
 
 
-class TokenMap(BatchedState):
-    """Sketch of every token + one mean value per span.
+class Map(BatchedState):
+    """What both kinds of map have.
 
-    Attributes:
-        sketch: logit estimates of every token.
-        coarse_values: [B, Hkv, S, d].
+    Args:
+        coarse_values: [B, Hkv, S, d] mean value of every span.
+        tokens, spans: int64 [B], tokens and spans of each row; the others are padding.
+        width: N, tokens of the longest row.
     """
 
-    def __init__(self, sketch: Sketch, coarse_values: Tensor) -> None:
-        self.sketch, self.coarse_values = sketch, coarse_values
+    def __init__(self, coarse_values: Tensor, tokens: Tensor, spans: Tensor, width: int) -> None:
+        self.coarse_values, self.tokens, self.spans, self.width = coarse_values, tokens.clone(), spans.clone(), width
+
+    @abstractmethod
+    def decide(self, view: StepView) -> Decision:
+        """What to zoom into."""
+
+    def _append_spans(self, block: Block, coarse_values: Tensor) -> None:
+        """Each row of the block has one span more, of mean value [m, Hkv, 1, d]."""
+        self.coarse_values = write_columns(
+            self.coarse_values, 2, block.rows, self.spans[block.rows], coarse_values[:, :, 0]
+        )
+        self.tokens = self.tokens.index_add(0, block.rows, block.sizes)
+        self.width = max(self.width, int(self.tokens.max()))
+        self.spans = self.spans.index_add(0, block.rows, torch.ones_like(block.rows))
+
+    def forget(self, rows: Tensor) -> None:
+        """The batch rows `rows` (bool [B]) have no map any more."""
+        self.tokens, self.spans = self.tokens.masked_fill(rows, 0), self.spans.masked_fill(rows, 0)
+
+
+class TokenMap(Map):
+    """Sketch of every token + one mean value per span; see `Map`.
+
+    Args:
+        sketch: logit estimates of every token.
+    """
+
+    def __init__(self, sketch: Sketch, coarse_values: Tensor, tokens: Tensor, spans: Tensor) -> None:
+        super().__init__(coarse_values, tokens, spans, sketch.codes.shape[-1])
+        self.sketch = sketch
 
     def decide(self, view: StepView) -> TokenDecision:
         """Zoom into the tokens whose expected share of the attention mass reaches the threshold."""
         estimate = self.sketch.logits(view.router.routed_query(view.layer, view.query))
         if view.ragged:
-            estimate = estimate.masked_fill_(~view.spans.inside[:, None, None], HIDDEN)
+            place = torch.arange(estimate.shape[-1], device=estimate.device)
+            estimate = estimate.masked_fill_(place >= self.tokens[:, None, None, None], HIDDEN)
         none = estimate.new_full((*estimate.shape[:3], 1), HIDDEN)
         logits = torch.cat([estimate, none, view.slots, view.recent], dim=-1)
         _fill_(logits[..., : estimate.shape[-1] + 1], view.slot_token, HIDDEN)
         return TokenDecision(self, view, *softmax_and_unit(logits))
 
-    def append(self, keys: Tensor, analysis: Tensor, coarse_values: Tensor) -> None:
-        """Add tokens [B, Hkv, n, d] and the mean values [B, Hkv, s, d] of their spans."""
-        self.sketch.append(keys, analysis)
-        self.coarse_values = torch.cat([self.coarse_values, coarse_values.to(self.coarse_values.dtype)], dim=2)
+    def append(self, block: Block, analysis: Tensor, coarse_values: Tensor) -> None:
+        """Add the tokens of a block and the mean values [m, Hkv, 1, d] of their spans."""
+        codes = self.sketch.encoded(block.keys, analysis, block.rows)[block.member, :, :, block.column]
+        place = self.tokens[block.row] + block.column
+        self.sketch.codes = write_columns(self.sketch.codes, 3, block.row, place, codes)
+        self._append_spans(block, coarse_values)
 
 
 class TokenDecision(Decision):
@@ -149,6 +183,8 @@ class TokenDecision(Decision):
         multiples = view.router.multiples(view.layer, not_recent, view.tokens).squeeze(2)
         best = multiples.unflatten(1, (view.slot_token.shape[1], -1)).amax(2)
         self.want, self.slot_used = best[..., : self.tail - 1], best[..., self.tail :] >= 1
+        if view.ragged:  # rows without a map keep what came last, as they do alone
+            self.slot_used &= (owner.tokens > 0)[:, None, None]
         if view.count:
             self.zoomed = (multiples >= 1).sum(-1).float()
 
@@ -177,19 +213,27 @@ class TokenDecision(Decision):
         return masses.view(batch, num_heads, 1, -1)
 
 
-class SpanMap(BatchedState):
-    """One summary and one mean value per span, whole spans zoomed into.
+class SpanMap(Map):
+    """One summary and one mean value per span, whole spans zoomed into; see `Map`.
 
-    Attributes:
+    Args:
         mean_key: [B, Hkv, S, d].
         directions: [B, Hkv, S, r, d] or None.
-        coarse_values: [B, Hkv, S, d].
         mass_weighted: coarse entries carry the expected mass (second-order term included), not n · exp(q·k̄).
     """
 
-    def __init__(self, mean_key: Tensor, directions: Tensor | None, coarse_values: Tensor, mass_weighted: bool) -> None:
-        self.mean_key, self.directions, self.coarse_values = mean_key, directions, coarse_values
-        self.mass_weighted = mass_weighted
+    def __init__(
+        self,
+        mean_key: Tensor,
+        directions: Tensor | None,
+        coarse_values: Tensor,
+        mass_weighted: bool,
+        tokens: Tensor,
+        spans: Tensor,
+        width: int,
+    ) -> None:
+        super().__init__(coarse_values, tokens, spans, width)
+        self.mean_key, self.directions, self.mass_weighted = mean_key, directions, mass_weighted
 
     def summary(self, lengths: Tensor) -> Summary:
         """The form that `Router.scores` reads."""
@@ -198,6 +242,9 @@ class SpanMap(BatchedState):
 
     def decide(self, view: StepView) -> SpanDecision:
         """Zoom into the spans above threshold, best first, while their missing tokens fit."""
+        if view.ragged:
+            number = torch.arange(view.spans.lengths.shape[1], device=self.spans.device)
+            view.spans.lengths = view.spans.lengths.masked_fill(number >= self.spans[:, None], 0.0)
         lengths = view.spans.lengths
         scores = view.router.scores(view.layer, view.query, self.summary(lengths))
         spans = lengths.shape[1]
@@ -208,12 +255,13 @@ class SpanMap(BatchedState):
         margin = view.router.margin(view.layer, scores, lengths, view.tokens, exact)
         return SpanDecision(self, view, scores, margin, slot_span)
 
-    def append(self, mean_key: Tensor, directions: Tensor | None, coarse_values: Tensor) -> None:
-        """Add spans."""
-        self.mean_key = torch.cat([self.mean_key, mean_key.to(self.mean_key.dtype)], dim=2)
+    def append(self, block: Block, mean_key: Tensor, directions: Tensor | None, coarse_values: Tensor) -> None:
+        """Add one span per row of the block: [m, Hkv, 1, ...] each."""
+        place = self.spans[block.rows]
+        self.mean_key = write_columns(self.mean_key, 2, block.rows, place, mean_key[:, :, 0])
         if self.directions is not None and directions is not None:
-            self.directions = torch.cat([self.directions, directions.to(self.directions.dtype)], dim=2)
-        self.coarse_values = torch.cat([self.coarse_values, coarse_values.to(self.coarse_values.dtype)], dim=2)
+            self.directions = write_columns(self.directions, 2, block.rows, place, directions[:, :, 0])
+        self._append_spans(block, coarse_values)
 
 
 class SpanDecision(Decision):

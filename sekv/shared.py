@@ -13,6 +13,7 @@ from torch import Tensor
 from kvcore.state import BatchedState
 from sekv.rows import Rows, put_rows_
 from sekv.statistics import ZoomStatistics
+from sekv.window import Block, widened, write_columns
 
 NO_SPAN = -1
 
@@ -31,11 +32,6 @@ class SpanTable:
     lengths: Tensor
     starts: Tensor
 
-    @property
-    def inside(self) -> Tensor:
-        """bool [B, N], tokens of some span."""
-        return self.of_token[:, :-1] < self.lengths.shape[1]
-
 
 class SharedSpans(BatchedState):
     """The spans, once for all layers and heads.
@@ -46,11 +42,12 @@ class SharedSpans(BatchedState):
         starts: int64 [B, S + 1], first token of each span, then the end of the last. Spans follow each other in text
             order; only tokens of no span lie between them.
         tokens: fp32 [B], tokens of each row when the prompt ended.
+        mapped, counts: int64 [B], tokens of each row that the maps know, and its spans.
         mean_spans: mean number of spans per row.
         ragged: whether some token is neither in a span nor pinned (padding of short rows, rows without a map).
     """
 
-    def __init__(self, span_of_token: Tensor, lengths: Tensor, tokens: Tensor, ragged: bool) -> None:
+    def __init__(self, span_of_token: Tensor, lengths: Tensor, tokens: Tensor, mapped: Tensor, ragged: bool) -> None:
         """`span_of_token` [B, N] with -1 for tokens of no span."""
         none = lengths.shape[1]
         index = span_of_token.long().masked_fill(span_of_token < 0, none)
@@ -59,17 +56,28 @@ class SharedSpans(BatchedState):
         starts = index.new_full((index.shape[0], none + 1), index.shape[1]).scatter_reduce(1, index, place, "amin")
         self.starts = _with_last(starts[:, :-1], index.shape[1])
         self.lengths, self.tokens, self.ragged = lengths, tokens, ragged
+        self.mapped, self.counts = mapped, (lengths > 0).sum(1)
         self.mean_spans = float((lengths > 0).sum(1).float().mean())
 
-    def extend(self, live: Tensor) -> None:
-        """Append one span made of the `live` ones [B, n] of n further tokens."""
-        new = self.lengths.shape[1]
-        old = self.span_of_token[:, :-1]
-        index = torch.cat([old.masked_fill(old == new, new + 1), torch.where(live, new, new + 1)], dim=1)
-        self.span_of_token = _with_last(index, new + 1)
-        self.starts = _with_last(self.starts, index.shape[1])
-        self.lengths = torch.cat([self.lengths, live.sum(1, keepdim=True).to(self.lengths.dtype)], dim=1)
-        self.mean_spans += float(live.any(1).float().mean())
+    def extend(self, block: Block) -> None:
+        """Each row of the block has one span more."""
+        row, first, span = block.row, self.mapped[block.rows], self.counts[block.rows]
+        end, sizes = first + block.sizes, block.sizes
+        wider = max(0, int(span.max()) + 1 - self.lengths.shape[1]) if span.numel() else 0
+        none = self.lengths.shape[1] + wider
+        index = self.span_of_token[:, :-1].masked_fill(self.span_of_token[:, :-1] >= none - wider, none)
+        missing = max(0, int(end.max()) - index.shape[1]) if end.numel() else 0
+        index = torch.cat([index, index.new_full((index.shape[0], missing), none)], dim=1)
+        index[row, self.mapped[row] + block.column] = self.counts[row]
+        self.span_of_token = _with_last(index, none)
+        self.lengths = write_columns(widened(self.lengths, 1, wider), 1, block.rows, span, sizes)
+        starts = torch.cat([self.starts, self.starts[:, -1:].expand(-1, wider)], dim=1)
+        later = torch.arange(starts.shape[1], device=starts.device) > span[:, None]
+        starts[block.rows] = torch.where(later, end[:, None], starts[block.rows])
+        self.starts = write_columns(starts, 1, block.rows, span, first)
+        self.mapped = self.mapped.index_add(0, block.rows, sizes)
+        self.counts = self.counts.index_add(0, block.rows, torch.ones_like(sizes))
+        self.mean_spans += block.rows.numel() / self.counts.shape[0]
 
     def clear(self) -> None:
         """Drop the spans; the rows' lengths stay."""

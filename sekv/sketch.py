@@ -55,15 +55,21 @@ class Sketch(BatchedState):
         return sketch, analysis
 
     def append(self, keys: Tensor, analysis: Tensor) -> None:
-        """Encode further tokens [B, Hkv, n, d]."""
-        coordinates = (keys.float() - self.centre.unsqueeze(2)) @ analysis.to(keys.device).float().mT
+        """Encode further tokens [B, Hkv, n, d] of every row."""
+        every = torch.arange(keys.shape[0], device=keys.device)
+        self.codes = torch.cat([self.codes, self.encoded(keys, analysis, every)], dim=-1)
+
+    def encoded(self, keys: Tensor, analysis: Tensor, rows: Tensor) -> Tensor:
+        """Codes [m, Hkv, P, n] of keys [m, Hkv, n, d] of some batch rows [m]; analysis rows [B, Hkv, m, d] of all."""
+        analysis = analysis.to(keys.device)[rows].float()
+        coordinates = (keys.float() - self.centre[rows].unsqueeze(2)) @ analysis.mT
         levels = 2**self.bits - 1
-        codes = ((coordinates - self.low.unsqueeze(2)) / self.step.unsqueeze(2)).round_().clamp_(0, levels)
-        codes = codes.to(torch.uint8).mT
+        codes = (coordinates - self.low[rows].unsqueeze(2)) / self.step[rows].unsqueeze(2)
+        codes = codes.round_().clamp_(0, levels).to(torch.uint8).mT
         if self.bits == 4:
             half = codes.shape[2] // 2
             codes = (codes[:, :, :half] << 4) | codes[:, :, half:]
-        self.codes = torch.cat([self.codes, codes], dim=-1)
+        return codes
 
     def logits(self, routed: Tensor) -> Tensor:
         """Estimated logits [B, Hq, Q, N] (fp32) of routed, scaled queries [B, Hq, Q, d]: `routing.token_logits` on

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from kvcore.state import BatchedState
 from sekv.rows import RowCodec, Rows, put_rows_
+from sekv.window import widened
 
 PINNED = float("inf")
 EMPTY = float("-inf")
+MOST_TOKENS = 2**24  # of a row: ranks further apart than their tokens, exactly in fp64
 
 
 class Slots(BatchedState):
@@ -58,9 +60,13 @@ class Slots(BatchedState):
         return (self.token < 0).unsqueeze(2) if self.holes else None
 
     def token_index(self, nowhere: int) -> Tensor:
-        """int64 [B, Hkv, C]: the token of every slot, `nowhere` for empty slots."""
-        index = self.token.long()
+        """int64 [B, Hkv, C]: the token of every slot, `nowhere` for empty slots and for tokens beyond."""
+        index = self.token.long().clamp_max(nowhere)
         return index.masked_fill(index < 0, nowhere) if self.holes else index
+
+    def _order(self) -> Tensor:
+        """fp64 [B, Hkv, C]: `rank`, and the token where ranks are equal, so that a row does not depend on its batch."""
+        return self.rank.double().mul_(MOST_TOKENS).add_(self.token)
 
     def touch(self, used: Tensor, step: int) -> None:
         """Mark the slots `used` [B, Hkv, C] (bool) as used in this step."""
@@ -79,7 +85,7 @@ class Slots(BatchedState):
         count = min(width, self.count)
         if count == 0:
             return
-        lowest, slot = self.rank.topk(count, dim=-1, largest=False)
+        lowest, slot = self._order().topk(count, dim=-1, largest=False)
         if width > self.spare:
             free = lowest.flatten(0, 1)[head, column.clamp_max(count - 1)] < PINNED
             kept = (free & (column < count)).nonzero().flatten()
@@ -96,14 +102,14 @@ class Slots(BatchedState):
     def resize(self, capacity: list[int]) -> None:
         """Make `capacity[row]` slots available to every row; new ones are empty, the lowest ranks are given up."""
         width = max(capacity)
+        if any(held > limit for held, limit in zip(self._available(), capacity, strict=True)):
+            self._keep_best(min(width, self.count))
         if width > self.count:
             extra = width - self.count
-            self.data = _grown(self.data, extra, 0)
-            self.scale = None if self.scale is None else _grown(self.scale, extra, 0)
-            self.token = _grown(self.token.unsqueeze(-1), extra, -1).squeeze(-1)
-            self.rank = _grown(self.rank.unsqueeze(-1), extra, PINNED).squeeze(-1)
-        elif any(held > limit for held, limit in zip(self._available(), capacity, strict=True)):
-            self._keep_best(width)
+            self.data = widened(self.data, 2, extra)
+            self.scale = None if self.scale is None else widened(self.scale, 2, extra)
+            self.token = _grown(self.token, extra, -1)
+            self.rank = _grown(self.rank, extra, PINNED)
         limit = torch.tensor(capacity, device=self.rank.device)[:, None, None]
         available = torch.arange(self.count, device=self.rank.device) < limit
         self.token = self.token.masked_fill(~available, -1)
@@ -117,7 +123,8 @@ class Slots(BatchedState):
 
     def _keep_best(self, width: int) -> None:
         """Reorder by falling rank, empty slots last, and keep `width` slots."""
-        order = self.rank.masked_fill(self.token < 0, EMPTY).argsort(dim=-1, descending=True, stable=True)[..., :width]
+        order = self._order().masked_fill(self.token < 0, EMPTY).argsort(dim=-1, descending=True, stable=True)
+        order = order[..., :width]
         self.token, self.rank = self.token.gather(-1, order), self.rank.gather(-1, order)
         rows = order.unsqueeze(-1)
         self.data = self.data.gather(2, rows.expand(*order.shape, self.data.shape[3]))
@@ -131,4 +138,5 @@ class Slots(BatchedState):
 
 
 def _grown(tensor: Tensor, extra: int, fill: float) -> Tensor:
-    return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], extra, tensor.shape[3]), fill)], dim=2)
+    """[B, Hkv, C] with `extra` columns more."""
+    return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], extra), fill)], dim=2)

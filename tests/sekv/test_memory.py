@@ -62,7 +62,7 @@ def test_factor_store_returns_full_rank_rows_and_moves_less_when_gates_close():
     config = RouterConfig(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, max_rank=4, gates=True)
     router = Router(config)
     low = torch.cat([randn(1, 2, 60, 3) @ randn(1, 2, 3, 8, seed=s) for s in (1, 2)], dim=-1)
-    store = make_store(Rows(low, None), offload=True, pin=False)
+    store = make_store(Rows(low, None), True, False, torch.tensor([60]))
     factored, ranks = factorise(store, spans, 3, 4, Router(_ungated(config)), 0, "layer 0")
     assert isinstance(factored, FactorStore) and int(ranks.max()) <= 4
     head, token = torch.tensor([0, 1, 1]), torch.tensor([5, 59, 21])
@@ -73,7 +73,9 @@ def test_factor_store_returns_full_rank_rows_and_moves_less_when_gates_close():
     gated, kept = factorise(store, spans, 3, 4, router, 0, "layer 0")
     assert int(kept.max()) == 1
     assert gated.fetch(head, token, torch.device("cpu"))[1] < moved
-    raw, _ = factorise(make_store(Rows(data, None), True, False), spans, 3, 16, router, 0, "layer 0")
+    raw, _ = factorise(
+        make_store(Rows(data, None), True, False, torch.tensor([60])), spans, 3, 16, router, 0, "layer 0"
+    )
     assert not isinstance(raw, FactorStore)  # 20 tokens of 8 channels: factors would be larger
 
 
