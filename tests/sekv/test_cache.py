@@ -167,14 +167,29 @@ def precise():
 
 # prompt lengths and budget: blocks of unequal sizes; rows without a map; a cap in tokens
 UNEQUAL = {"blocks": ((400, 150, 60, 9), 0.4), "no_map": ((300, 290, 40), 0.25), "cap": ((700, 120, 60), 96)}
-# a decision that one logit in a million makes differently shows in the step, so that one case zooms into everything
-# and one into nothing: then only the rows' own tokens, spans and estimates count
+# the sketch's basis is kept in fp16, so its estimates carry noise: that form is compared where all is zoomed into
 UNEQUAL_CASES = [
-    *((form, {}, *UNEQUAL[case], 1) for form in FORMS for case in UNEQUAL if (form, case) != ("sketch", "cap")),
-    *((form, {}, *UNEQUAL["blocks"], 6) for form in FORMS),
-    *(("sketch", {"tau": 1e6}, *UNEQUAL[case], 6) for case in UNEQUAL),
-    *((form, EXACT, (400, 150, 60, 9), 0.99, 1) for form in FORMS if form != "published"),
+    *((form, {}, *UNEQUAL[case], 1) for form in FORMS for case in UNEQUAL if form != "sketch"),
+    *((form, {}, *UNEQUAL["blocks"], 6) for form in FORMS if form != "sketch"),
+    *((form, EXACT, (400, 150, 60, 9), 0.99, step) for form in FORMS for step in (1, 6) if form != "published"),
 ]
+
+
+def assert_same_map(cache, row, solo):
+    """The row's spans, means and codes, after its spills, are those of the run alone."""
+    ours, own = cache.layers[-1].map, solo.layers[-1].map
+    tokens, spans = (0, 0) if own is None else (int(own.tokens), int(own.spans))
+    assert (int(ours.tokens[row]), int(ours.spans[row])) == (tokens, spans)
+    assert int(cache.layers[-1].store.counts[row]) == int(solo.layers[-1].store.counts)
+    if own is None:
+        return
+    torch.testing.assert_close(ours.coarse_values[row, :, :spans], own.coarse_values[0, :, :spans], atol=1e-4, rtol=0)
+    for name in ("lengths", "starts"):
+        of_row, alone = getattr(cache.shared.spans, name)[row], getattr(solo.shared.spans, name)[0]
+        assert torch.equal(of_row[:spans], alone[:spans])
+    if hasattr(own, "sketch"):
+        differ = ours.sketch.codes[row, ..., :tokens] != own.sketch.codes[0, ..., :tokens]
+        assert float(differ.float().mean()) < 1e-2
 
 
 @pytest.mark.parametrize(("form", "more_options", "lengths", "budget", "step"), UNEQUAL_CASES)
@@ -194,6 +209,7 @@ def test_rows_of_a_very_unequal_batch_equal_runs_alone(precise, form, more_optio
         solo, alone = decoded(model, prompt, more[row : row + 1], budget, step, **options)
         assert solo.layers[0].blocks >= 2
         torch.testing.assert_close(logits[row], alone[0], atol=1e-3, rtol=1e-3, msg=lambda m, row=row: f"{row}: {m}")
+        assert_same_map(cache, row, solo)
 
 
 def test_low_rank_factors_travel(model):
