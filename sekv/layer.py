@@ -105,8 +105,8 @@ class SeKVLayer(CacheLayer):
         analysis = None
         if self.options.summary == "sketch" and body.keys.shape[2]:
             moment = observer.moment if self.options.query_aware else None
-            dims = self.planner.choose_dims(max(self.prompt_lengths))
-            self.sketch, analysis = Sketch.fit(body.keys, body.visible, moment, dims, self.options.sketch_bits)
+            form = self.planner.choose_sketch(max(self.prompt_lengths))
+            self.sketch, analysis = Sketch.fit(body.keys, body.visible, moment, form)
             analysis = analysis.cpu()
         self.host = HostTensors(analysis, body.warm_scores(observer.newest, self.prompt_lengths).cpu())
 

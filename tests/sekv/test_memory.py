@@ -8,7 +8,7 @@ from sekv.factors import FactorStore, factorise
 from sekv.lowrank import rows_are_cheaper, truncated_svd
 from sekv.routing import Router, RouterConfig, straight_through
 from sekv.rows import RowCodec, Rows, make_store
-from sekv.sketch import Sketch
+from sekv.sketch import Sketch, SketchForm
 from sekv.slots import EMPTY, PINNED, Slots
 from sekv.summary import span_directions, span_means
 
@@ -95,21 +95,43 @@ def test_eight_bit_rows_are_close_and_exact_rows_exact():
     assert torch.equal(exact.decode(exact.encode(keys, values))[0], keys)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_sketch_logits_equal_those_of_the_decoded_form(bits):
+@pytest.mark.parametrize(("fine", "bits"), [(12, 4), (12, 8), (4, 4), (0, 4), (4, 8), (12, 2)])
+def test_sketch_logits_equal_those_of_the_decoded_form(fine, bits):
     keys, query = randn(2, 2, 70, 16), randn(2, 4, 3, 16, seed=1)
     visible = torch.arange(70) < torch.tensor([[70], [40]])
     moment = query.unflatten(1, (2, 2)).flatten(2, 3)
-    sketch, _ = Sketch.fit(keys, visible, moment.mT @ moment, 8, bits)
+    sketch, _ = Sketch.fit(keys, visible, moment.mT @ moment, SketchForm.fitting(12, fine, bits))
     summary = sketch.summary(torch.zeros(2, 70, dtype=torch.long), torch.ones(2, 1))
     from sekv.routing import token_logits
 
     torch.testing.assert_close(sketch.logits(query), token_logits(query, summary), atol=1e-4, rtol=1e-4)
 
 
+def test_sketch_codes_are_the_nearest_levels_and_take_the_stated_bytes():
+    keys, visible = randn(1, 2, 60, 16), torch.ones(1, 60, dtype=torch.bool)
+    for fine, bits, token_bytes in ((4, 4, 4), (12, 4, 6), (4, 8, 6), (0, 4, 3)):
+        form = SketchForm.fitting(12, fine, bits)
+        sketch, analysis = Sketch.fit(keys, visible, None, form)
+        assert form.token_bytes == token_bytes == sketch.codes.shape[2]
+        # the literal form: every coordinate to the nearest of its levels
+        wanted = (keys - sketch.centre.unsqueeze(2)) @ analysis.mT
+        levels = torch.tensor([2**bits - 1] * form.fine + [3] * (12 - form.fine))
+        nearest = ((wanted - sketch.low.unsqueeze(2)) / sketch.step.unsqueeze(2)).round().clamp_min(0).minimum(levels)
+        expected = sketch.low.unsqueeze(2) + nearest * sketch.step.unsqueeze(2)
+        torch.testing.assert_close(sketch.coordinates(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_sketch_forms_leave_whole_bytes_to_the_coarse_part():
+    for dims in range(2, 66, 2):
+        for fine in range(0, 66, 2):
+            form = SketchForm.fitting(dims, fine, 4)
+            assert form.fine >= min(fine, dims) and (form.dims - form.fine) % 4 == 0 and form.fine % 2 == 0
+            assert 8 * form.token_bytes == 4 * form.fine + 2 * (form.dims - form.fine)
+
+
 def test_full_sketch_estimates_logits_well():
     keys, query = randn(1, 2, 200, 16), randn(1, 4, 1, 16, seed=1)
-    sketch, _ = Sketch.fit(keys, torch.ones(1, 200, dtype=torch.bool), None, 16, 8)
+    sketch, _ = Sketch.fit(keys, torch.ones(1, 200, dtype=torch.bool), None, SketchForm(16, 16, 8))
     exact = (query.unflatten(1, (2, 2)).flatten(2, 3) @ keys.mT).view(1, 4, 1, 200)
     assert float((sketch.logits(query) - exact).abs().max()) < 0.2
 
