@@ -37,10 +37,11 @@ class HostTensors(HostState):
     Attributes:
         analysis: [B, Hkv, m, d] rows that encode keys for the sketch, or None.
         warm_scores: [B, Hkv, N] until the prompt is compressed, then None.
+        misfit: [B, Hkv, N], how badly the sketch describes each token, until then; or None.
     """
 
-    def __init__(self, analysis: Tensor | None, warm_scores: Tensor | None) -> None:
-        self.analysis, self.warm_scores = analysis, warm_scores
+    def __init__(self, analysis: Tensor | None, warm_scores: Tensor | None, misfit: Tensor | None) -> None:
+        self.analysis, self.warm_scores, self.misfit = analysis, warm_scores, misfit
 
 
 class SeKVLayer(CacheLayer):
@@ -102,13 +103,15 @@ class SeKVLayer(CacheLayer):
         self.store = make_store(rows, self.options.offload, self.options.pin, counts)
         observer, self.observer = self.observer, None
         assert observer is not None and observer.newest is not None
-        analysis = None
+        analysis = misfit = None
         if self.options.summary == "sketch" and body.keys.shape[2]:
             moment = observer.moment if self.options.query_aware else None
             form = self.planner.choose_sketch(max(self.prompt_lengths))
             self.sketch, analysis = Sketch.fit(body.keys, body.visible, moment, form)
             analysis = analysis.cpu()
-        self.host = HostTensors(analysis, body.warm_scores(observer.newest, self.prompt_lengths).cpu())
+            if self.options.outlier_share > 0:
+                misfit = self.sketch.misfit(body.keys, body.visible, moment).cpu()
+        self.host = HostTensors(analysis, body.warm_scores(observer.newest, self.prompt_lengths).cpu(), misfit)
 
     @torch.no_grad()
     def finish(self, segments: list[Segments], plans: list[Plan], surprisal: Tensor | None) -> None:
@@ -133,8 +136,10 @@ class SeKVLayer(CacheLayer):
             self.map = build_map(self.options, keys, values, index, spans, surprisal, self.sketch, dtype, counts)
             self._factorise(index, spans)
         self.sketch = None  # the map owns it
-        token, rank = first_slots(self.host.warm_scores.to(device), segments, plans)
-        self.host.warm_scores = None
+        misfit = None if self.host.misfit is None else self.host.misfit.to(device)
+        scores = self.host.warm_scores.to(device)
+        token, rank = first_slots(scores, segments, plans, misfit, self.options.outlier_share)
+        self.host.warm_scores = self.host.misfit = None
         self.slots = Slots(self._rows_at(token.clamp_min(0)), token, rank)
         self._capacity = [plan.slots for plan in plans]
         self.shared.buffer.reserve(self.slots.rows, self._room_limits[1])

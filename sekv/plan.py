@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAP_INDEX_BYTES = 8  # a token's span number; one for all layers and heads
 SPAN_INDEX_BYTES = 12  # a span's length and start; one for all layers and heads
 WINDOW_SHARE = 0.25  # of the budget's entries, at most, for window and spill block together
-MAP_SHARE = 0.4  # of the budget's bytes, at most, for the sketch; smaller budgets get fewer dimensions
+MAP_SHARE = 0.5  # of the budget's bytes, at most, for the sketch; smaller budgets get fewer dimensions
 MIN_DIMS = 8
 STRICT_SPAN_FACTOR = 4  # scope `layer` counts a coarse entry like any other: spans are this much longer
 FETCH_SHARE = 0.4  # scope `layer`: part of what the persistent entries leave over that is fetched afresh

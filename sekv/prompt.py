@@ -23,6 +23,7 @@ from sekv.window import Block
 
 QUERY_BLOCK = 8  # warm-up queries per block: bounds the attention scores to 8 x N per head
 PINNED_SCORE = 1e7  # ranks pinned tokens before any attention score, the first before the later (exact in fp32)
+OUTLIER_SCORE = 0.75 * PINNED_SCORE
 
 
 class PromptObserver:
@@ -174,12 +175,19 @@ def extend_map(map_: TokenMap | SpanMap, block: Block, analysis: Tensor | None) 
     map_.append(block, mean_key, directions, means)
 
 
-def first_slots(scores: Tensor, segments: list[Segments], plans: list[Plan]) -> tuple[Tensor, Tensor]:
+def first_slots(
+    scores: Tensor, segments: list[Segments], plans: list[Plan], misfit: Tensor | None, outlier_share: float
+) -> tuple[Tensor, Tensor]:
     """Tokens and ranks [B, Hkv, C] of the first slots: pinned tokens, then the most attended ones.
+
+    Pinned for good are sinks, anchors and each head's outliers: a token unlike the rest of the prompt (a number to be
+    repeated, in a text of repeated sentences) has a key that the sketch, fitted to the rest, cannot show.
 
     Args:
         scores: [B, Hkv, N] warm-up attention.
         segments, plans: of each row.
+        misfit: [B, Hkv, N] from `Sketch.misfit`, or None.
+        outlier_share: tokens of each KV head to pin by misfit, as a share of the row; at most half of its free slots.
     """
     batch, num_kv_heads, width = scores.shape
     capacity = min(max(plan.slots for plan in plans), max(width, 0))
@@ -189,6 +197,10 @@ def first_slots(scores: Tensor, segments: list[Segments], plans: list[Plan]) -> 
         count = min(plan.slots, int((segment.kinds != int(Kind.WINDOW)).sum()))
         pinned = segment.where(Kind.SINK, Kind.ANCHOR).to(scores.device)
         row_scores = scores[row].clone()
+        if misfit is not None and plan.mapped:
+            outliers = min(int(outlier_share * segment.kinds.shape[0]), (count - pinned.numel()) // 2)
+            worst = misfit[row, :, : segment.kinds.shape[0]].topk(max(outliers, 0), dim=-1).indices
+            row_scores.scatter_(-1, worst, OUTLIER_SCORE)
         row_scores[:, pinned] = PINNED_SCORE - pinned.to(row_scores.dtype)
         best, index = row_scores[:, : segment.kinds.shape[0]].topk(count, dim=-1)
         token[row, :, :count] = index
