@@ -17,8 +17,8 @@ from kvcore.state import BatchedState
 
 # A coefficient class of this width is not quantised: it is stored in the model's dtype.
 UNQUANTIZED = 16
-# Tokens of a packed segment are padded to this many, so that every plane of it can be unpacked eight bytes at a time.
-ALIGNMENT = 64
+# Tokens of a packed segment are padded to this many: planes of 2 and 4 bits unpack eight bytes at a time.
+ALIGNMENT = 32
 # Folded tokens are repacked into the main segment when this many have gathered.
 MERGE_TOKENS = 512
 # Up to this many rows the product with integer codes is cheaper than converting the codes.
@@ -191,7 +191,10 @@ class CoefficientStore(BatchedState):
         return first.main_tokens + first.tail_tokens
 
     def logits(self, rows: Tensor) -> Tensor:
-        """`rows · coefficients`: [S, P, R] -> [S, P, M], fp32."""
+        """`rows · coefficients`: [S, P, R] -> [S, P, M], fp32.
+
+        Nothing is rounded to fewer bits on the way: raw codes are far from centred, so their products are large.
+        """
         scaled = rows.float() * self.step.unsqueeze(1)
         digits = Digits(scaled[0]) if integer_path(rows) else None
         parts: list[Tensor] = []
@@ -202,7 +205,7 @@ class CoefficientStore(BatchedState):
                 if digits is not None and raw.dtype == torch.int8:
                     product = digits.product(raw[0], start).unsqueeze(0)
                 else:
-                    product = torch.matmul(scaled[..., start:stop].to(rows.dtype), raw.to(rows.dtype)).float()
+                    product = torch.matmul(scaled[..., start:stop], raw.float())
                 if index == len(parts):
                     parts.append(product)
                 else:
@@ -226,7 +229,7 @@ class CoefficientStore(BatchedState):
                 if use_digits and raw.dtype == torch.int8:
                     product = digits[index].product(raw[0].T).unsqueeze(0)
                 else:
-                    product = torch.matmul(parts[index].to(weights.dtype), raw.to(weights.dtype).mT).float()
+                    product = torch.matmul(parts[index].float(), raw.float().mT)
                 mixed = product if mixed is None else mixed.add_(product)
             assert mixed is not None
             outputs.append(mixed)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from freqdepth.allocation import Offer, choose_levels
-from freqdepth.basis import DctBasis
+from freqdepth.basis import DctBasis, KltBasis
 from freqdepth.codes import UNQUANTIZED
 from freqdepth.compress import SharedFitter
 from freqdepth.drafts import BlockInput, Draft, DraftSide
@@ -251,6 +251,10 @@ class ModeChooser:
         members = [plan.heads.index(head) for head in plan.residual]
         picked = plan.fitter.errors(which, draft, plan.order[:, : plan.count])[:, members]
         mixing = rotation = None
+        if isinstance(side.basis, KltBasis):
+            every = plan.fitter.errors(which, draft, plan.order[:, : plan.count])
+            felt = side.basis.metric.felt(every.unflatten(1, side.basis.metric.shape[1:3])).flatten(1, 2)
+            picked = felt[:, members]
         if isinstance(side.basis, DctBasis):
             if side.basis.rotation is not None:
                 rotation = side.basis.rotation[:, members]
@@ -265,7 +269,7 @@ class ModeChooser:
             else quantize(part, bits, _group(self.head_dim), "channels")
             for part in picked
         ]
-        return ResidualStore(plan.residual, components, mixing, rotation)
+        return ResidualStore(plan.residual, members, components, mixing, rotation)
 
 
 # Share of a corrected token's squared error that a correction of so many bits leaves (asymmetric groups of channels).
