@@ -183,26 +183,36 @@ class SharedFitter:
         return mean.repeat(1, side.coefficients.shape[-1] // mean.shape[-1])
 
     # --- the fit
-    def draft(self, allowed: float) -> Draft:
+    def draft(self, allowed: float, fit: bool = True) -> Draft:
         """The shared form of least loss within `allowed` bytes.
+
+        Args:
+            allowed: bytes.
+            fit: make up for the rounding of the basis; without it a draft takes half the time.
 
         Raises:
             ValueError: the smallest form is larger (see `smallest`).
         """
-        widths, offers, steps = self._offers()
+        widths, offers, _ = self._offers()
         if self.options.coefficient_plan is None:
             levels, price = choose_levels(joined(offers), allowed - self.fixed_bytes())
         else:
             levels, price = self._planned_levels(widths), 0.0
+        return self._drafted(levels, price, fit)
+
+    def finished(self, draft: Draft) -> Draft:
+        """A draft with its coefficients fitted."""
+        return draft if draft.fitted else self._drafted(draft.levels, draft.price, True)
+
+    def _drafted(self, levels: Tensor, price: float, fit: bool) -> Draft:
+        widths, offers, steps = self._offers()
         split = levels.split([offer.loss.shape[1] for offer in offers])
         keys, values = (
-            self._quantised(side, chosen, step, widths)
+            self._quantised(side, chosen, step, widths, fit)
             for side, chosen, step in zip(self.sides, split, steps, strict=True)
         )
-        spent = sum(
-            float(offer.cost.gather(0, chosen[None]).sum()) for offer, chosen in zip(offers, split, strict=True)
-        )
-        return Draft(keys, values, int(spent) + self.fixed_bytes(), price)
+        spent = float(joined(offers).cost.gather(0, levels[None]).sum())
+        return Draft(keys, values, int(spent) + self.fixed_bytes(), price, levels, fit)
 
     def store(self, draft: Draft) -> tuple[SharedSide, SharedSide]:
         """Pack a draft: keys and values."""
@@ -277,7 +287,9 @@ class SharedFitter:
             per_side.append(levels)
         return torch.cat(per_side)
 
-    def _quantised(self, side: Candidate, levels: Tensor, steps: Tensor, widths: tuple[int, ...]) -> DraftSide:
+    def _quantised(
+        self, side: Candidate, levels: Tensor, steps: Tensor, widths: tuple[int, ...], fit: bool
+    ) -> DraftSide:
         """Codes of one side at the chosen levels, and the error they leave in each token."""
         picked: list[tuple[int, Tensor]] = []
         for level in range(len(widths), 0, -1):
@@ -287,13 +299,14 @@ class SharedFitter:
         columns = torch.cat([index for _, index in picked])
         stored = [(bits, index.numel()) for bits, index in picked]
         basis = self._basis(side, columns, stored)
-        if isinstance(basis, KltBasis):
+        if fit and isinstance(basis, KltBasis):
             # what the rounded basis loses is made up for by the coefficients, as far as it can be
             values, explained = fitted(side.features, basis.whole())
             error = side.features.square().sum(-1) - explained
         else:
             values = side.coefficients[..., columns]
-            error = side.features.square().sum((0, 3)) - values.square().sum(-1)
+            energy = side.features.square().sum(-1 if side.columns is not None else (0, 3))
+            error = energy - values.square().sum(-1)
         raws, chosen_steps, start = [], [], 0
         for bits, index in picked:
             mine = values[..., start : start + index.numel()]

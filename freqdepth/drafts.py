@@ -83,9 +83,13 @@ class Draft:
         keys, values: the two sides.
         num_bytes: what storing takes.
         price: λ, loss per byte.
+        levels: chosen level of every candidate coefficient, keys first.
+        fitted: the coefficients make up for the rounding of the basis; False in a first, cheaper draft.
     """
 
     keys: DraftSide
     values: DraftSide
     num_bytes: int
     price: float
+    levels: Tensor
+    fitted: bool

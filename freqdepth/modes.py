@@ -143,10 +143,11 @@ class ModeChooser:
         fitter = SharedFitter(self.block, self.options, heads, max(allowed, 1.0))
         if fitter.smallest() > allowed:
             raise SmallestBytesError(fitter.smallest() + len(exact) * self.exact_bytes)
-        draft = fitter.draft(allowed)
+        corrected = "residual" in self.options.modes
+        draft = fitter.draft(allowed, fit=not corrected)
         losses = token_losses(self.block, fitter, draft)
         best = self._with_residuals(fitter, draft, exact, losses, 0, allowed)
-        if "residual" not in self.options.modes:
+        if not corrected:
             return best
         for count in self._residual_counts(losses, draft.price, fitter.joint):
             reserve = len(heads) * self._residual_bytes(count) if draft.price > 0 else 0.0
@@ -158,6 +159,11 @@ class ModeChooser:
             candidate = self._with_residuals(fitter, draft, exact, losses, count, allowed)
             if candidate.total < best.total or self.options.residual_tokens is not None:
                 best = candidate
+        if not best.draft.fitted:
+            draft = fitter.finished(best.draft)
+            best = self._with_residuals(
+                fitter, draft, exact, token_losses(self.block, fitter, draft), best.count, allowed
+            )
         return best
 
     def _residual_counts(self, losses: Tensor, price: float, joint: bool) -> list[int]:

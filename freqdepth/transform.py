@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # Below this share of the features a subspace iteration is cheaper than the whole eigendecomposition.
-_SUBSPACE_SHARE = 0.4
+_SUBSPACE_SHARE = 0.6
 _OVERSAMPLING = 16
 
 
