@@ -20,6 +20,9 @@ from kvcore.state import BatchedState
 # Candidate steps of a column as multiples of a Gaussian's best one: few entries carry most of a strong column.
 _STEPS = torch.tensor([0.8, 1.0, 1.25, 1.6, 2.0, 2.6])
 
+# Conjugate gradient steps of a fit to a nearly orthonormal basis: each leaves a small share of the error before it.
+_FIT_STEPS = 6
+
 
 class DepthBasis(BatchedState):
     """Maps between one layer's [S, Hs, P, d] vectors and [S, Hs * P, R] coefficients."""
@@ -97,28 +100,67 @@ class KltBasis(DepthBasis):
         columns = self.columns(layer, dtype).unflatten(-1, self.metric.shape[2:])
         return self.metric.rebuilt_layer(columns.transpose(1, 2), layer).transpose(1, 2)
 
+    def _raw(self, layer: int) -> Tensor:
+        """What is stored of one layer, in fp32 and without steps and offsets: [S, R, Hs, d]."""
+        size = self.metric.shape[2] * self.metric.shape[3]
+        parts = [
+            codes[layer] if bits == UNQUANTIZED else unpack(codes[layer], bits, size)
+            for (bits, _), codes in zip(self.widths, self.codes, strict=True)
+        ]
+        return torch.cat(parts, dim=1).float().unflatten(-1, self.metric.shape[2:])
+
+    def _offsets(self) -> Tensor:
+        """What is added to each raw number before its step: [R]."""
+        offsets = [(0.0 if bits == UNQUANTIZED else 0.5 - 2 ** (bits - 1), count) for bits, count in self.widths]
+        return torch.tensor([offset for offset, count in offsets for _ in range(count)], device=self.scale.device)
+
     def absorb(self, query: Tensor, layer: int) -> Tensor:
-        columns = self.columns(layer, torch.float32).unflatten(-1, self.metric.shape[2:])
-        return torch.matmul(self.metric.absorbed(query, layer), columns.permute(0, 2, 3, 1)).flatten(1, 2)
+        rows = self.metric.absorbed(query, layer)
+        product = torch.matmul(rows, self._raw(layer).permute(0, 2, 3, 1))
+        product = torch.addcmul(product, rows.sum(-1, keepdim=True), self._offsets())
+        return product.mul_(self.scale[:, None, None]).flatten(1, 2)
 
     def expand(self, mixed: Tensor, layer: int, num_heads: int, dtype: torch.dtype) -> Tensor:
-        columns = self.columns(layer, dtype).unflatten(-1, self.metric.shape[2:])
-        per_head = mixed.to(dtype).unflatten(1, (num_heads, -1))
-        return self.metric.rebuilt_layer(torch.matmul(per_head, columns.transpose(1, 2)), layer)
+        scaled = (mixed.float() * self.scale.unsqueeze(1)).unflatten(1, (num_heads, -1))
+        output = torch.matmul(scaled, self._raw(layer).transpose(1, 2))
+        output = output.add_(torch.matmul(scaled, self._offsets()).unsqueeze(-1))
+        return self.metric.rebuilt_layer(output, layer).to(dtype)
 
     def project(self, x: Tensor) -> Tensor:
         features = self.metric.felt(x).permute(1, 3, 0, 2, 4).flatten(2)  # [S, M, D]
-        return fitted(features, self.whole())[0]
+        return fitted_few(features, self.whole())
 
 
-def fitted(features: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+def fitted(features: Tensor, basis: Tensor, refine: bool = False) -> tuple[Tensor, Tensor]:
     """Least squares on a nearly orthonormal basis [S, R, D]: coefficients [S, M, R] of features [S, M, D], and the
-    squared length [S, M] that they explain."""
+    squared length [S, M] that they explain.
+
+    `refine` solves once more for what fp32 and the stabiliser of the first solution left.
+    """
     inner = torch.matmul(basis, basis.mT)
     inner.diagonal(dim1=-2, dim2=-1).mul_(1 + 1e-6)
     projected = torch.matmul(features, basis.mT)
-    found = torch.cholesky_solve(projected.mT, torch.linalg.cholesky(inner)).mT
+    factor = torch.linalg.cholesky(inner)
+    found = torch.cholesky_solve(projected.mT, factor).mT
+    if refine:
+        left = torch.matmul(features - torch.matmul(found, basis), basis.mT)
+        found = found + torch.cholesky_solve(left.mT, factor).mT
     return found, (found * projected).sum(-1)
+
+
+def fitted_few(features: Tensor, basis: Tensor) -> Tensor:
+    """The coefficients of `fitted` for a few tokens, by conjugate gradients: no R x R system is formed or solved."""
+    rest = torch.matmul(features, basis.mT)
+    found = torch.zeros_like(rest)
+    direction, size = rest, rest.square().sum(-1, keepdim=True)
+    for _ in range(_FIT_STEPS):
+        applied = torch.matmul(torch.matmul(direction, basis), basis.mT)
+        length = size / (direction * applied).sum(-1, keepdim=True).clamp_min(1e-30)
+        found = found + length * direction
+        rest = rest - length * applied
+        before, size = size, rest.square().sum(-1, keepdim=True)
+        direction = rest + size / before.clamp_min(1e-30) * direction
+    return found
 
 
 class DctBasis(DepthBasis):

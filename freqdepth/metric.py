@@ -61,9 +61,9 @@ class Metric(BatchedState):
         weighted = x.float() * self.weight.float().unsqueeze(-2)
         if self.directions is None:
             return weighted
-        directions = self.directions.float()
-        kept = torch.eye(x.shape[-1], device=x.device) - directions.mT @ directions
-        return torch.matmul(weighted, torch.linalg.inv(kept))
+        directions = self.directions.double()
+        kept = torch.eye(x.shape[-1], device=x.device, dtype=torch.float64) - directions.mT @ directions
+        return torch.matmul(weighted, torch.linalg.inv(kept).float())
 
     def rebuilt(self, x: Tensor) -> Tensor:
         """The inverse of `felt`: `x A⁻¹` for [J, S, Hs, M, d]."""
