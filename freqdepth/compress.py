@@ -40,6 +40,8 @@ _STEP_MULTIPLES = (1.0, 1.35, 1.8)
 # Width of the basis column of a coefficient by the coefficient's: a column is felt by every token. Measured over three
 # windows at 10% of a bf16 cache, KL in nats: this 0.023; 4, 4, 6, 8, 8 bits 0.025; 4 bits for coefficients of 4, 0.06.
 _BASIS_BITS = {2: 3, 3: 4, 4: 5, 6: 7, 8: 8, UNQUANTIZED: UNQUANTIZED}
+# Most of a block's bytes that the metric's directions may take.
+_DIRECTION_SHARE = 0.04
 
 
 class SharedFitter:
@@ -60,9 +62,9 @@ class SharedFitter:
         for which, (x, rank) in enumerate(((block.keys, options.key_rank), (block.values, options.value_rank))):
             mine = x if every else x[:, heads]
             fixed = rank if rank is None or isinstance(rank, int) else rank[block.index]
-            self.sides.append(self._candidate(mine, self._metric(which), fixed, expected_bytes))
+            self.sides.append(self._candidate(mine, self._metric(which, expected_bytes), fixed, expected_bytes))
 
-    def _metric(self, which: int) -> Metric:
+    def _metric(self, which: int, expected_bytes: float) -> Metric:
         """How errors of the keys (0) or values (1) are felt, rounded as it will be stored."""
         probes, heads, count = self.block.probes, self.heads, 0
         if which == 1:
@@ -72,7 +74,9 @@ class SharedFitter:
             joint = [probe.key_moment for probe in probes if probe.key_moment is not None]
             if self.options.basis == "klt" and len(joint) == len(probes):
                 moment = torch.stack(joint)[:, heads]
-                count = self.options.key_directions
+                # few on short prompts, where they would eat the budget
+                one = moment.shape[0] * moment.shape[1] * moment.shape[2] * self.block.dtype.itemsize
+                count = min(self.options.key_directions, int(_DIRECTION_SHARE * expected_bytes / one))
             else:
                 moment = torch.diag_embed(torch.stack([probe.key_weight[heads] for probe in probes]).square())
             moment = moment * self.options.key_emphasis
