@@ -48,8 +48,8 @@ class SeKVOptions:
     segmentation: Segmentation = "budget"
     alpha: float = 1.0
     min_span: int = 16
-    max_span: int = 64
-    span_tokens: int = 32
+    max_span: int = 128
+    span_tokens: int = 64
     anchor_share: float = 0.002
     anchors: bool = True
     num_sinks: int = 4
@@ -64,7 +64,7 @@ class SeKVOptions:
     sketch_dims: int = 32
     sketch_fine_dims: int = 8
     sketch_bits: int = 4
-    outlier_share: float = 0.02
+    outlier_share: float = 0.01
     query_aware: bool = True
     window: int = 32
     window_block: int = 16
