@@ -1,13 +1,20 @@
 """Router checkpoints: what is written comes back, what does not fit is refused with both named."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors import safe_open
 
 from kvcore.attention import attach
+from kvcore.budget import ModelSpec
 from kvcore.tiny import build_tiny
 from sekv import SeKV
-from sekv.checkpoint import load_router, router_config, save_router
+from sekv.checkpoint import SHAPE_FIELDS, SHIPPED, find_router, load_router, read_config, router_config, save_router
 from sekv.routing import Router
+
+SPEC = ModelSpec(1, 1, 1, 1, torch.bfloat16, torch.device("cpu"), 8192, (None,))
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +62,30 @@ def test_another_form_is_refused(model, tmp_path):
     save_router(Router(router_config(spec, **SeKV().router_form())), path, spec.backbone_id)
     with pytest.raises(ValueError, match="global_threshold"):
         SeKV(checkpoint=str(path), global_threshold=True).new_cache(model, 0.5)
+
+
+def shipped():
+    files = sorted(SHIPPED.glob("*.safetensors"))
+    assert files
+    return files
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_a_shipped_router_is_small_says_how_it_was_made_and_is_found(path):
+    assert path.stat().st_size < 5e6
+    with safe_open(str(path), framework="pt") as stored:
+        metadata = stored.metadata()
+    notes = json.loads(metadata["notes"])
+    assert notes["command"].startswith("python train.py") and {"seed", "data", "training_seconds", "git"} <= set(notes)
+    assert not any(
+        argument.startswith("/") or "=/" in argument for argument in notes["command"].replace("'", "").split()
+    )
+    config = read_config(path)
+    own = replace(SPEC, **{field: getattr(config, field) for field in SHAPE_FIELDS}, backbone_id=metadata["backbone"])
+    assert find_router(config, own) == path
+    assert find_router(config, replace(own, backbone_id="another/model")) is None
+    with pytest.raises(ValueError, match="another/model"):
+        load_router(path, replace(own, backbone_id="another/model"))
+    router = load_router(path, own)
+    untrained = Router(config)
+    assert any(not torch.equal(a, b) for a, b in zip(router.parameters(), untrained.parameters(), strict=True))
