@@ -3,6 +3,7 @@
     python scripts/plan_memory.py backbone=llama31_8b context=131072 budget=0.1
     python scripts/plan_memory.py backbone=qwen3_8b method=freqdepth context=32768 budget=0.26 batch=4
     python scripts/plan_memory.py backbone=smollm2_135m context=2048 budget=0.1 results=results/quickstart.json
+    python scripts/plan_memory.py table      # the table of docs/use_in_your_project.md
 
 Arguments are those of evaluate.py (backbone, method, budget, budget_scope, method.sekv.window=64, ...), and `context`
 in tokens, `batch` in rows, and `results`: files of evaluate.py to take measured traffic from. `backbone.dtype=auto`
@@ -35,13 +36,14 @@ from kvcore.budget import Budget, ModelSpec
 from kvcore.cli import check_overrides, config_dir, fail, resolved
 from kvcore.method import Method
 from kvcore.options import typed_options
-from kvcore.shapes import backbone_shape
+from kvcore.shapes import SHAPES, backbone_shape
 from sekv.method import SeKV
 from sekv.plan import Planner
 
 REGISTERED = (kvcore.baselines, sekv, freqdepth)  # importing them fills the registry
 OWN = ("context", "batch", "results")
 NOMINAL_BITS = 4  # width at which coefficients of FreqDepthKV are counted; the real ones follow the spectrum
+TABLE_CONTEXTS = (8192, 32768, 131072)
 STORE_GROWTH = 8  # `sekv.rows.TokenStore` makes room for an eighth more when generated tokens first arrive
 
 
@@ -122,7 +124,7 @@ def plan_sekv(method: SeKV, spec: ModelSpec, budget: Budget, context: int) -> Me
     most = min(math.floor(method.max_zoom * context), mapped)
     plan.traffic = float(most * planner.row_bytes * heads) if method.offload else 0.0
     plan.notes.append(
-        f"Traffic is an upper bound: max_zoom={method.max_zoom:g} lets every layer and head fetch {most} tokens at every "
+        f"Traffic is an upper bound: max_zoom={method.max_zoom:g} lets every layer and head fetch {most} tokens per "
         f"step, and the buffer that the budget pays for holds about {split.buffer}. Measured traffic: give results=."
     )
     return plan
@@ -152,7 +154,7 @@ def plan_freqdepth(method: FreqDepth, spec: ModelSpec, budget: Budget, context: 
     }
     plan.notes += [
         f"The probe divides what the window leaves between coefficients of {list(method.coefficient_bits)} bits, "
-        "bases, residuals (at most 30% of it) and exact heads. Coefficients, bases and scales are given as if all of it "
+        "bases, residuals (at most 30% of it) and exact heads. Coefficients, bases and scales are given as if all "
         f"went to coefficients of {NOMINAL_BITS} bits; their sum is at most the budget, whatever the probe decides.",
     ]
     return plan
@@ -162,7 +164,8 @@ def measured_traffic(paths: list[str], label: str, budget: float | int) -> list[
     """One summary row per backbone, bench and context of a method at a budget, from results files."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path in paths:
-        for row in json.loads(Path(path).read_text(encoding="utf-8"))["summary"]:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))["summary"]
+        for row in sorted(rows, key=lambda row: row["task"] not in ("all", "mean")):
             if row["method"] == label and row["budget"] == budget and row.get("h2d_bytes_per_token") is not None:
                 found.setdefault((row["backbone"], row["bench"], row["context"]), row)
     return list(found.values())
@@ -187,8 +190,27 @@ def compose(arguments: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         return resolved(hydra.compose("evaluate", others)), own
 
 
+def overview(budget: float = 0.1) -> str:
+    """A Markdown table of the configured models at common contexts, bfloat16, one row of text each."""
+    lines = [
+        "| model | context (tokens) | full cache (GiB) | any method at 10%, device (GiB) | sekv at 10%, host (GiB) |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for path in SHAPES:
+        spec = backbone_shape(BackboneConfig(name=path, path=path))
+        for context in (c for c in TABLE_CONTEXTS if c <= spec.max_positions):
+            plan = plan_memory(SeKV(checkpoint="none"), spec, Budget(budget), context)
+            sizes = (spec.full_bytes(context), sum(plan.device.values()), sum(plan.host.values()))
+            cells = " | ".join(f"{size / 2**30:.2f}" for size in sizes)
+            lines.append(f"| {path.split('/')[1]} | {context:,} | {cells} |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str]) -> None:
     """Print one table per method and budget."""
+    if arguments == ["table"]:
+        print(overview())
+        return
     config, own = compose(arguments)
     context, batch = int(own["context"]), int(own.get("batch", "1"))
     spec = backbone_shape(typed_options(BackboneConfig, config["backbone"], "backbone"))

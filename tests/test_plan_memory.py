@@ -1,12 +1,12 @@
 """The memory planner against the ledger of real caches, and its command line."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from script_cases import load_script
 
 from kvcore.attention import attach, prefill
 from kvcore.backbone import BackboneConfig
@@ -16,10 +16,7 @@ from kvcore.shapes import SHAPES, backbone_shape
 from kvcore.tiny import build_tiny
 
 ROOT = Path(__file__).parent.parent
-SPEC = importlib.util.spec_from_file_location("plan_memory", ROOT / "scripts" / "plan_memory.py")
-planner = importlib.util.module_from_spec(SPEC)
-sys.modules["plan_memory"] = planner  # its dataclass asks for its module
-SPEC.loader.exec_module(planner)
+planner = load_script("plan_memory")
 
 CONTEXT = 1500
 TOLERANCE = 0.02

@@ -2,14 +2,13 @@
 
 import base64
 import html
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from script_cases import load_script
 from test_report import results, summary_row
 
 from kvcore.report.content import Section, Table, published, read_sources
@@ -18,9 +17,7 @@ from kvcore.report.html import to_html
 from kvcore.report.markdown import markdown_table
 from kvcore.report.sections import build_sections
 
-SPEC = importlib.util.spec_from_file_location("report_script", Path(__file__).parent.parent / "scripts" / "report.py")
-script = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(script)
+script = load_script("report")
 # asked inside the page, at the width of a small phone
 PROBE = """<script>addEventListener("load", () => { document.documentElement.style.width = "390px";
 document.body.dataset.probe = JSON.stringify({ wide: document.body.scrollWidth,
