@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from kvcore.report.plots import LABELS, MARKERS, draw_points, new_figure
 
@@ -93,6 +94,8 @@ def zoom_heatmaps(samples: Rows) -> Figure:
         axis.set_title(f"{label}, budget {budget:g}\nmean {mean.mean():.1f}%, n={len(own)} samples", fontsize=10)
         axis.set_xlabel("query head")
         axis.set_ylabel("layer")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(image, ax=axis, label="zoomed into (% of the units at hand)")
     return figure
 
