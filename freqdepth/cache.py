@@ -190,7 +190,7 @@ class FreqDepthLayer(CacheLayer):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tokens: int) -> Tensor:
         rows = self.block.rows
         layer = self.layer_idx - self.block.members.start
-        self.attended = sum(row.attended for row in rows) / len(rows) + (key.shape[2] + 1) / 2
+        self.attended = sum(row.attended(layer) for row in rows) / len(rows) + (key.shape[2] + 1) / 2
         outputs = [row.attend(layer, query[i], key[i], value[i], scale) for i, row in enumerate(rows)]
         return torch.stack(outputs)
 

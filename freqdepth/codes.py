@@ -8,17 +8,19 @@ Legend: S streams, R coefficients, M tokens, P rows (queries times heads of a st
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
-from kvcore.quant import pack, packed_bytes, unpack
+from kvcore.quant import bit_planes, pack, packed_bytes, unpack
 from kvcore.state import BatchedState
 
 # A coefficient class of this width is not quantised: it is stored in the model's dtype.
 UNQUANTIZED = 16
-# Tokens of a packed segment are padded to this many, so that every plane of it can be unpacked eight bytes at a time.
-ALIGNMENT = 64
+# Tokens of a packed segment are padded to this many: planes of 2 and 4 bits unpack eight bytes at a time.
+ALIGNMENT = 32
 # Folded tokens are repacked into the main segment when this many have gathered.
 MERGE_TOKENS = 512
 # Up to this many rows the product with integer codes is cheaper than converting the codes.
@@ -71,17 +73,105 @@ class Digits:
     """
 
     def __init__(self, rows: Tensor) -> None:
-        self.scale = rows.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / _DIGIT
-        scaled = rows.float() / self.scale
+        rows = rows.float()
+        self.scale = rows.abs().amax(-1, keepdim=True).clamp_min(1e-30) / _DIGIT
+        scaled = rows / self.scale
         high = scaled.round()
-        low = ((scaled - high) * (2 * _DIGIT)).round_()
-        self.digits = torch.cat([high, low]).to(torch.int8)
+        self.digits = torch.cat([high, scaled.sub_(high).mul_(2 * _DIGIT).round_()]).to(torch.int8)
+
+    def integers(self, codes: Tensor, start: int = 0) -> Tensor:
+        """int32 [2 P, N]: the digits' own products with int8 codes [k, N], which belong to entries from `start`."""
+        return torch._int_mm(self.digits[:, start : start + codes.shape[0]], codes)
+
+    def joined(self, products: Tensor) -> Tensor:
+        """fp32 [P, N] of the digits' products [2 P, N]."""
+        high, low = products.chunk(2)
+        return torch.add(high.float(), low, alpha=1 / (2 * _DIGIT)).mul_(self.scale)
 
     def product(self, codes: Tensor, start: int = 0) -> Tensor:
         """`rows[:, start : start + k] @ codes` for int8 codes [k, N], as fp32 [P, N]."""
-        part = self.digits[:, start : start + codes.shape[0]]
-        high, low = torch._int_mm(part, codes).chunk(2)
-        return torch.add(high.float(), low, alpha=1 / (2 * _DIGIT)).mul_(self.scale)
+        return self.joined(self.integers(codes, start))
+
+
+def plane_logits(digits: Digits, packed: Tensor, bits: int, start: int) -> Tensor:
+    """`Digits.product` with the raw codes of packed lines [k, bytes], without unpacking them: fp32 [P, tokens].
+
+    A byte holds a code of one token in each field. The product with its lowest fields, less the product with one field
+    fewer, is a field's own product times a power of two, exactly: one mask a field and no shift.
+    """
+    total: Tensor | None = None
+    for plane, width, shift in _planes(packed, bits):
+        fields: list[Tensor] = []
+        below: Tensor | None = None
+        for index in range(8 // width):
+            product = digits.integers(_low_bits(plane, (index + 1) * width), start)
+            if index == 8 // width - 1 and bits != 8:  # the signed byte is 128 less
+                mine = digits.digits[:, start : start + plane.shape[0]]
+                product = product + 128 * mine.sum(-1, keepdim=True, dtype=torch.int32)
+            own = product if below is None else product - below
+            fields.append(own * 2.0 ** (shift - width * index))
+            below = product
+        whole = torch.cat(fields, dim=-1)
+        total = whole if total is None else total.add_(whole)
+    assert total is not None
+    return digits.joined(total)
+
+
+class FieldDigits:
+    """Rows [P, tokens] prepared for products with packed lines along the tokens, which are not unpacked.
+
+    With fields `f_i` that begin at bit `s_i` of a byte and their rows `w_i`, `Σ f_i w_i` is the sum over i of
+    (lowest i + 1 fields) times `w_i / 2^s_i - w_i+1 / 2^s_i+1`: one mask a field, no shift.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows.float()
+        self._prepared: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def _fields(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Digits [2, fields, P, bytes], scales [fields, P, 1] and what the last field's signed bytes lack [P, 1]."""
+        if width not in self._prepared:
+            count = 8 // width
+            powers = 0.5 ** (width * torch.arange(count, device=self.rows.device))
+            scaled = self.rows.unflatten(-1, (count, -1)).transpose(0, 1) * powers[:, None, None]
+            weights = torch.cat([scaled[:-1] - scaled[1:], scaled[-1:]])
+            digits = Digits(weights.flatten(0, 1))
+            self._prepared[width] = (
+                digits.digits.unflatten(0, (2, count, -1)),
+                digits.scale.unflatten(0, (count, -1)),
+                128 * scaled[-1].sum(-1, keepdim=True),
+            )
+        return self._prepared[width]
+
+    def product(self, packed: Tensor, bits: int) -> Tensor:
+        """`rows @ raw codesᵀ` for packed lines [k, bytes]: fp32 [P, k]."""
+        total: Tensor | None = None
+        for plane, width, shift in _planes(packed, bits):
+            digits, scale, lacking = self._fields(width)
+            for index in range(8 // width):
+                products = torch._int_mm(digits[:, index].flatten(0, 1), _low_bits(plane, (index + 1) * width).T)
+                high, low = products.chunk(2)
+                own = torch.add(high.float(), low, alpha=1 / (2 * _DIGIT)).mul_(scale[index] * 2.0**shift)
+                total = own if total is None else total.add_(own)
+            if bits != 8:
+                assert total is not None
+                total = total + lacking * 2.0**shift
+        assert total is not None
+        return total
+
+
+def _planes(packed: Tensor, bits: int) -> Iterator[tuple[Tensor, int, int]]:
+    """(bytes [k, n], width, shift) of each bit plane of packed lines."""
+    first = shift = 0
+    for width in bit_planes(bits):
+        size = packed.shape[-1] * width // bits
+        yield packed[:, first : first + size], width, shift
+        first, shift = first + size, shift + width
+
+
+def _low_bits(plane: Tensor, count: int) -> Tensor:
+    """The lowest bits of bytes as int8; of all eight, less 128, which a signed byte can hold."""
+    return (plane ^ 128 if count == 8 else plane & ((1 << count) - 1)).view(torch.int8)
 
 
 def integer_path(rows: Tensor) -> bool:
@@ -123,10 +213,14 @@ class CoefficientClass(BatchedState):
 
     def segments(self) -> list[Tensor]:
         """Raw numbers [S, R, tokens] of main (padding included) and tail: int8 codes, or floats."""
-        found = [self._raw(self.main, padded(self.main_tokens))]
-        if self.tail is not None:
-            found.append(self._raw(self.tail, self.tile_tokens).flatten(-2))
-        return found
+        return [self.segment(index) for index in range(1 if self.tail is None else 2)]
+
+    def segment(self, index: int) -> Tensor:
+        """Raw numbers of main (0) or tail (1)."""
+        if index == 0:
+            return self._raw(self.main, padded(self.main_tokens))
+        assert self.tail is not None
+        return self._raw(self.tail, self.tile_tokens).flatten(-2)
 
     def _raw(self, stored: Tensor, tokens: int) -> Tensor:
         if self.bits == UNQUANTIZED:
@@ -191,18 +285,23 @@ class CoefficientStore(BatchedState):
         return first.main_tokens + first.tail_tokens
 
     def logits(self, rows: Tensor) -> Tensor:
-        """`rows · coefficients`: [S, P, R] -> [S, P, M], fp32."""
+        """`rows · coefficients`: [S, P, R] -> [S, P, M], fp32.
+
+        Nothing is rounded to fewer bits on the way: raw codes are far from centred, so their products are large.
+        """
         scaled = rows.float() * self.step.unsqueeze(1)
         digits = Digits(scaled[0]) if integer_path(rows) else None
         parts: list[Tensor] = []
         start = 0
         for group in self.classes:
             stop = start + group.num_coefficients
-            for index, raw in enumerate(group.segments()):
-                if digits is not None and raw.dtype == torch.int8:
-                    product = digits.product(raw[0], start).unsqueeze(0)
+            for index in range(1 if group.tail is None else 2):
+                if digits is None or group.bits == UNQUANTIZED:
+                    product = torch.matmul(scaled[..., start:stop], group.segment(index).float())
+                elif index == 0:
+                    product = plane_logits(digits, group.main[0], group.bits, start).unsqueeze(0)
                 else:
-                    product = torch.matmul(scaled[..., start:stop].to(rows.dtype), raw.to(rows.dtype)).float()
+                    product = digits.product(group.segment(index)[0], start).unsqueeze(0)
                 if index == len(parts):
                     parts.append(product)
                 else:
@@ -218,15 +317,18 @@ class CoefficientStore(BatchedState):
         main = F.pad(weights[..., : first.main_tokens], (0, padded(first.main_tokens) - first.main_tokens))
         parts = [main] if first.tail is None else [main, weights[..., first.main_tokens :]]
         use_digits = integer_path(weights)
-        digits = [Digits(part[0]) for part in parts] if use_digits else []
+        fields = FieldDigits(main[0]) if use_digits else None
+        tail_digits = Digits(parts[1][0]) if use_digits and len(parts) > 1 else None
         outputs = []
         for group in self.classes:
             mixed: Tensor | None = None
-            for index, raw in enumerate(group.segments()):
-                if use_digits and raw.dtype == torch.int8:
-                    product = digits[index].product(raw[0].T).unsqueeze(0)
+            for index, part in enumerate(parts):
+                if fields is None or group.bits == UNQUANTIZED:
+                    product = torch.matmul(part.float(), group.segment(index).float().mT)
+                elif tail_digits is not None and index == 1:
+                    product = tail_digits.product(group.segment(1)[0].T).unsqueeze(0)
                 else:
-                    product = torch.matmul(parts[index].to(weights.dtype), raw.to(weights.dtype).mT).float()
+                    product = fields.product(group.main[0], group.bits).unsqueeze(0)
                 mixed = product if mixed is None else mixed.add_(product)
             assert mixed is not None
             outputs.append(mixed)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from freqdepth.basis import DepthBasis
+from freqdepth.metric import Metric
 from freqdepth.probe import LayerProbe
 
 
@@ -43,9 +45,9 @@ class BlockInput:
 class Candidate:
     """One side before quantisation: coefficients of every candidate column."""
 
-    features: Tensor  # [S, M, D], centred and weighted
+    features: Tensor  # [S, M, D], centred and in the metric's domain; [J, H', M, d] centred with a DCT
     mean: Tensor  # [J, S, Hs, 1, d]
-    weight: Tensor  # [J, S, Hs, d]
+    metric: Metric
     columns: Tensor | None  # KLT basis [S, D, R]
     rotation: Tensor | None
     coefficients: Tensor  # [S, M, R]
@@ -62,6 +64,7 @@ class DraftSide:
         raw: per width, codes or coefficients [S, M, R_w].
         step: [S, R].
         token_error: [S, M], squared error of each token in the candidate's domain (basis columns taken as exact).
+        basis: as stored.
     """
 
     columns: Tensor
@@ -69,6 +72,7 @@ class DraftSide:
     raw: list[Tensor]
     step: Tensor
     token_error: Tensor
+    basis: DepthBasis
 
 
 @dataclass
@@ -79,9 +83,13 @@ class Draft:
         keys, values: the two sides.
         num_bytes: what storing takes.
         price: λ, loss per byte.
+        levels: chosen level of every candidate coefficient, keys first.
+        fitted: the coefficients make up for the rounding of the basis; False in a first, cheaper draft.
     """
 
     keys: DraftSide
     values: DraftSide
     num_bytes: int
     price: float
+    levels: Tensor
+    fitted: bool

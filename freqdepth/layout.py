@@ -100,10 +100,9 @@ class RowBlock(BatchedState):
             return self.exact_keys[0].shape[1]
         return self.keys.coefficients.num_tokens if self.keys is not None else 0
 
-    @property
-    def attended(self) -> int:
-        """Entries each head attends to."""
-        return self.num_middle + self.window_keys[0].shape[1]
+    def attended(self, layer: int) -> int:
+        """Entries each head of a layer attends to; layers of a block get a step's tokens one after the other."""
+        return self.num_middle + self.window_keys[layer].shape[1]
 
     # --- attention
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -122,7 +121,7 @@ class RowBlock(BatchedState):
         window_keys = torch.cat([self.window_keys[layer].to(key.dtype), key], dim=1)
         window_values = torch.cat([self.window_values[layer].to(value.dtype), value], dim=1)
         rows = (query * scale).unflatten(0, (num_heads, -1)).flatten(1, 2)  # [H, G * Q, d]
-        near = torch.matmul(rows, window_keys.mT).float()
+        near = torch.matmul(rows.float(), window_keys.mT.float())
         bias = causal_bias(num_queries, key.device)
         if bias is not None:
             near[..., -num_queries:] += bias.repeat(rows.shape[1] // num_queries, 1)
@@ -161,10 +160,10 @@ class RowBlock(BatchedState):
         if self.exact_heads:
             exact = rows[self.exact_heads]
             far[self.exact_heads] = torch.matmul(exact, self.exact_keys[layer].to(rows.dtype).mT).float()
-        if self.residual_keys is not None:
-            correction = self.residual_keys.layer(layer, rows.dtype)
+        if self.residual_keys is not None and self.keys is not None:
+            correction = self.residual_keys.layer(layer, torch.float32, self.keys.basis)
             heads, count = self.residual_keys.heads, correction.shape[1]
-            far[heads, :, :count] += torch.matmul(rows[heads], correction.mT).float()
+            far[heads, :, :count] += torch.matmul(rows[heads].float(), correction.mT)
         return far
 
     def _middle_output(self, layer: int, weights: Tensor) -> Tensor:
@@ -178,8 +177,8 @@ class RowBlock(BatchedState):
         if self.exact_heads:
             exact = torch.matmul(weights[self.exact_heads], self.exact_values[layer].to(weights.dtype))
             output[self.exact_heads] = exact
-        if self.residual_values is not None:
-            correction = self.residual_values.layer(layer, weights.dtype)
+        if self.residual_values is not None and self.values is not None:
+            correction = self.residual_values.layer(layer, weights.dtype, self.values.basis)
             heads, count = self.residual_values.heads, correction.shape[1]
             output[heads] += torch.matmul(weights[heads, :, :count], correction)
         return output

@@ -37,7 +37,7 @@ class FreqDepth(Method):
         heads: `joint` shares coefficients over all KV heads of the block, `single` gives every head its own.
         keys: `post_rope`, or `pre_rope` (keys are turned back before the transform and forward at every step: slower).
         coefficient_bits: widths on offer to the bit allocation; 16 stores a coefficient in the model's dtype.
-        basis_bits: bits of a basis column; None means 4 for coefficients of 2 bits, 8 for wider ones.
+        basis_bits: bits of a basis column; None means one more than its coefficient's (8 for 8, 16 for 16).
         key_rank, value_rank: coefficients kept per stream, one number or one per block; None lets the budget decide.
         coefficient_plan: (count, bits) pairs that fix the widths instead of the allocation, strongest first.
         low_frequencies: depth frequencies kept by the DCT bases.
@@ -49,11 +49,13 @@ class FreqDepth(Method):
         probe_weighting: `uniform` is eq. 2's mean squared logit error; `attention` weighs it by what it does to the
             output.
         key_emphasis: weight of key errors against value errors in the bit allocation.
-        channel_floor: smallest weight of a key channel, as a share of the head's mean.
+        channel_floor: smallest (squared) weight of a key channel, as a share of the head's mean.
+        key_directions: directions per head that the probe's queries share, stored with the channel weights (KLT).
         num_sinks: first tokens, kept exact.
         window, fold: after a decode step the newest `window` to `window + fold - 1` tokens are exact; older ones are
             folded into the shared form `fold` at a time (a multiple of 8).
-        gram_tokens: tokens of the second moment, an even sample of the prompt.
+        gram_tokens: most tokens of the second moment, an even sample of the prompt. Half of the prompt's tokens are too
+            few: the others' errors double.
         subspace_iterations: accuracy of the leading subspace.
         min_entries: a budget worth fewer tokens than this at the prompt's length leaves nothing to transform: that many
             newest tokens are kept exactly instead.
@@ -66,7 +68,7 @@ class FreqDepth(Method):
     basis: Basis = "klt"
     heads: Heads = "joint"
     keys: KeyForm = "post_rope"
-    coefficient_bits: Sequence[int] = (2, 4, 8)
+    coefficient_bits: Sequence[int] = (2, 4, 6, 8)
     basis_bits: int | None = None
     key_rank: int | Sequence[int] | None = None
     value_rank: int | Sequence[int] | None = None
@@ -78,11 +80,12 @@ class FreqDepth(Method):
     probe_queries: int = 64
     probe_weighting: Weighting = "attention"
     key_emphasis: float = 4.0
-    channel_floor: float = 0.5
+    channel_floor: float = 0.05
+    key_directions: int = 16
     num_sinks: int = 4
     window: int = 16
-    fold: int = 16
-    gram_tokens: int = 2048
+    fold: int = 8
+    gram_tokens: int = 8192
     subspace_iterations: int = 1
     min_entries: int = 16
 
@@ -107,6 +110,7 @@ class FreqDepth(Method):
         _check(self.window >= 1, "window must be at least 1 token", self.window)
         _check(self.num_sinks >= 0, "num_sinks must not be negative", self.num_sinks)
         _check(self.min_entries >= 2, "min_entries must be at least 2 tokens", self.min_entries)
+        _check(self.key_directions >= 0, "key_directions must not be negative", self.key_directions)
         _check(
             self.key_emphasis > 0 and self.channel_floor > 0, "key_emphasis and channel_floor must be positive", self
         )

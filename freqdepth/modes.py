@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from freqdepth.allocation import Offer, choose_levels
-from freqdepth.basis import DctBasis
+from freqdepth.basis import DctBasis, KltBasis
 from freqdepth.codes import UNQUANTIZED
 from freqdepth.compress import SharedFitter
 from freqdepth.drafts import BlockInput, Draft, DraftSide
@@ -143,10 +143,11 @@ class ModeChooser:
         fitter = SharedFitter(self.block, self.options, heads, max(allowed, 1.0))
         if fitter.smallest() > allowed:
             raise SmallestBytesError(fitter.smallest() + len(exact) * self.exact_bytes)
-        draft = fitter.draft(allowed)
+        corrected = "residual" in self.options.modes
+        draft = fitter.draft(allowed, fit=not corrected)
         losses = token_losses(self.block, fitter, draft)
         best = self._with_residuals(fitter, draft, exact, losses, 0, allowed)
-        if "residual" not in self.options.modes:
+        if not corrected:
             return best
         for count in self._residual_counts(losses, draft.price, fitter.joint):
             reserve = len(heads) * self._residual_bytes(count) if draft.price > 0 else 0.0
@@ -158,6 +159,11 @@ class ModeChooser:
             candidate = self._with_residuals(fitter, draft, exact, losses, count, allowed)
             if candidate.total < best.total or self.options.residual_tokens is not None:
                 best = candidate
+        if not best.draft.fitted:
+            draft = fitter.finished(best.draft)
+            best = self._with_residuals(
+                fitter, draft, exact, token_losses(self.block, fitter, draft), best.count, allowed
+            )
         return best
 
     def _residual_counts(self, losses: Tensor, price: float, joint: bool) -> list[int]:
@@ -251,6 +257,10 @@ class ModeChooser:
         members = [plan.heads.index(head) for head in plan.residual]
         picked = plan.fitter.errors(which, draft, plan.order[:, : plan.count])[:, members]
         mixing = rotation = None
+        if isinstance(side.basis, KltBasis):
+            every = plan.fitter.errors(which, draft, plan.order[:, : plan.count])
+            felt = side.basis.metric.felt(every.unflatten(1, side.basis.metric.shape[1:3])).flatten(1, 2)
+            picked = felt[:, members]
         if isinstance(side.basis, DctBasis):
             if side.basis.rotation is not None:
                 rotation = side.basis.rotation[:, members]
@@ -265,7 +275,7 @@ class ModeChooser:
             else quantize(part, bits, _group(self.head_dim), "channels")
             for part in picked
         ]
-        return ResidualStore(plan.residual, components, mixing, rotation)
+        return ResidualStore(plan.residual, members, components, mixing, rotation)
 
 
 # Share of a corrected token's squared error that a correction of so many bits leaves (asymmetric groups of channels).

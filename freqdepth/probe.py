@@ -150,12 +150,15 @@ class LayerProbe:
         key_weight: [H, d] > 0: root of the loss that a unit squared error of a key channel causes in one token.
         value_weight: [H] > 0: the same for values.
         token_weight: [H, n]: how much the probe's loss feels a squared logit error of a token.
+        key_moment: [H, d, d], the same as `key_weight` for every pair of key channels: an error e costs e'Me. None
+            when the channels are taken to be independent.
     """
 
     queries: Tensor
     key_weight: Tensor
     value_weight: Tensor
     token_weight: Tensor
+    key_moment: Tensor | None = None
 
 
 def probe_layer(
@@ -185,9 +188,11 @@ def probe_layer(
     num_tokens = keys.shape[1]
     values = values.float()
     if weighting == "uniform":
-        channel = queries.square().mean((1, 2)) * scale**2
+        rows = queries.flatten(1, 2) * scale
+        moment = torch.matmul(rows.mT, rows) / rows.shape[1]
+        channel = moment.diagonal(dim1=1, dim2=2)
         energy = (channel.unsqueeze(1) * keys.float().square()).sum((1, 2)).clamp_min(1e-20)
-        channel = channel / energy[:, None]
+        moment = moment / energy[:, None, None]
         value_weight = values.square().sum((1, 2)).clamp_min(1e-20).rsqrt()
         token_weight = energy.reciprocal()[:, None].expand(-1, num_tokens)
     else:
@@ -200,11 +205,13 @@ def probe_layer(
         squared *= distance.clamp_min_(0)
         total = output_energy.sum((1, 2)).clamp_min(1e-20)
         rows = queries.flatten(1, 2) * scale
-        channel = (squared.sum(-1, keepdim=True) * rows.square()).sum(1) / (total[:, None] * num_tokens)
+        moment = torch.matmul((squared.sum(-1, keepdim=True) * rows).mT, rows) / (total * num_tokens)[:, None, None]
         value_weight = (value_mass / (total * num_tokens)).clamp_min(1e-20).sqrt()
         token_weight = squared.sum(1) / total[:, None]
+    channel = moment.diagonal(dim1=1, dim2=2)
     if paired:
         first, second = channel.chunk(2, dim=-1)
         channel = ((first + second) / 2).repeat(1, 2)
-    channel = (channel + floor * channel.mean(-1, keepdim=True)).clamp_min(1e-20)
-    return LayerProbe(queries * scale, channel.sqrt(), value_weight, token_weight)
+    least = (floor * channel.mean(-1, keepdim=True)).clamp_min(1e-20)
+    full_moment = None if paired else moment + torch.diag_embed(least.expand_as(channel))
+    return LayerProbe(queries * scale, (channel + least).sqrt(), value_weight, token_weight, full_moment)

@@ -65,8 +65,8 @@ def _add_side(parts: dict[str, int], side: SharedSide) -> None:
     parts["means and metric"] += side.mean.nbytes
     basis = _bytes(side.basis.tensors())
     if isinstance(side.basis, KltBasis):
-        parts["means and metric"] += side.basis.weight.nbytes
-        basis -= side.basis.weight.nbytes
+        parts["means and metric"] += side.basis.metric.nbytes
+        basis -= side.basis.metric.nbytes
     parts["bases"] += basis
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freqdepth.basis import DepthBasis
+from freqdepth.basis import DepthBasis, KltBasis
 from freqdepth.codes import CoefficientStore
 from kvcore.quant import QuantizedTensor
 from kvcore.rope import shift_positions
@@ -32,8 +32,9 @@ class SharedSide(BatchedState):
 
     def logits(self, query: Tensor, layer: int) -> Tensor:
         """`query · reconstructed keys`: [S, Hs, P, d] -> [S, Hs, P, M], fp32; no key is reconstructed."""
-        product = self.coefficients.logits(self.basis.absorb(query, layer)).unflatten(1, query.shape[1:3])
-        return product.add_(torch.matmul(query, self.mean[layer].to(query.dtype).mT))
+        rows = self.basis.absorb(query, layer)
+        product = self.coefficients.logits(rows).unflatten(1, query.shape[1:3])
+        return product.add_(torch.matmul(query.float(), self.mean[layer].float().mT))
 
     def rotated_logits(self, query: Tensor, layer: int, positions: Tensor, frequencies: Tensor) -> Tensor:
         """The same for coefficients of keys before RoPE, which stand at `positions` [S or 1, M]."""
@@ -76,6 +77,7 @@ class ResidualStore(BatchedState):
 
     Attributes:
         heads: the KV heads.
+        members: their places among the shared heads.
         components: per depth component [Hres, r, d], quantised or in the model's dtype: one per layer with a KLT, one
             per high frequency with a DCT.
         mixing: [J, components], fp32, or None when component j is layer j's correction.
@@ -85,17 +87,24 @@ class ResidualStore(BatchedState):
     def __init__(
         self,
         heads: list[int],
+        members: list[int],
         components: list[QuantizedTensor | Tensor],
         mixing: Tensor | None,
         rotation: Tensor | None,
     ) -> None:
-        self.heads, self.components = heads, components
+        self.heads, self.members, self.components = heads, members, components
         self.mixing, self.rotation = mixing, rotation
 
-    def layer(self, layer: int, dtype: torch.dtype) -> Tensor:
-        """Corrections of one layer: [Hres, r, d]."""
+    def layer(self, layer: int, dtype: torch.dtype, basis: DepthBasis) -> Tensor:
+        """Corrections of one layer: [Hres, r, d]. With a KLT they are stored in the metric's domain: rounding them
+        where they are felt evenly keeps it out of the directions that the queries look at."""
         if self.mixing is None:
-            return _dense(self.components[layer], dtype)
+            part = _dense(self.components[layer], torch.float32)
+            return (
+                basis.metric.rebuilt_heads(part, layer, self.members).to(dtype)
+                if isinstance(basis, KltBasis)
+                else part.to(dtype)
+            )
         stacked = torch.stack([_dense(component, torch.float32) for component in self.components])
         correction = torch.einsum("c,chrd->hrd", self.mixing[layer], stacked)
         if self.rotation is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # Below this share of the features a subspace iteration is cheaper than the whole eigendecomposition.
-_SUBSPACE_SHARE = 0.4
+_SUBSPACE_SHARE = 0.6
 _OVERSAMPLING = 16
 
 
@@ -45,8 +45,9 @@ def align_layers(x: Tensor) -> Tensor:
         Rotations [J, H, d, d]: `x[j] @ rotation[j]` is closest to `x[0]`; the first is the identity.
     """
     centred = x.float() - x.float().mean(2, keepdim=True)
-    left, _, right = torch.linalg.svd(centred.transpose(-1, -2) @ centred[:1])
-    rotation = left @ right
+    # in double precision: what the rotation lacks in orthogonality is lost between projecting and reading
+    left, _, right = torch.linalg.svd((centred.transpose(-1, -2) @ centred[:1]).double())
+    rotation = (left @ right).float()
     rotation[0] = torch.eye(x.shape[-1], device=x.device)
     return rotation
 

@@ -50,6 +50,7 @@ class BackboneConfig:
         trust_remote_code: run code from the model repository; never on by default.
         instruct: whether prompts go through the chat template.
         enable_thinking: passed to the chat template of models that think (Qwen3).
+        thinking_tokens: new tokens allowed for thinking, beside those of a benchmark's answer.
         tiny: for `path=tiny`: options of a random model built from a config (tests).
         prefill_chunk: tokens per prefill forward; null reads a context in one forward.
     """
@@ -66,6 +67,7 @@ class BackboneConfig:
     trust_remote_code: bool = False
     instruct: bool = True
     enable_thinking: bool = False
+    thinking_tokens: int = 4096
     tiny: dict[str, Any] = field(default_factory=dict)
     prefill_chunk: int | None = None
 
@@ -76,6 +78,8 @@ class BackboneConfig:
             object.__setattr__(self, "name", Path(self.path).name)
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"backbone.dtype must be auto, {', '.join(DTYPES)}; received {self.dtype!r}")
+        if self.thinking_tokens < 1:
+            raise ValueError(f"backbone.thinking_tokens must be >= 1 token; received {self.thinking_tokens}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ValueError(f"backbone.prefill_chunk must be >= 1 token or null; received {self.prefill_chunk}")
 
@@ -99,6 +103,11 @@ class Backbone:
         declared = self.model.generation_config.eos_token_id if self.model.generation_config else None
         ids = declared if isinstance(declared, list) else [declared]
         return sorted({i for i in [*ids, self.tokenizer.eos_token_id] if i is not None})
+
+    def thinking_room(self, chat: bool) -> int:
+        """New tokens that the model may think before it answers; 0 unless its chat template is used and may think."""
+        config = self.config
+        return config.thinking_tokens if chat and config.instruct and config.enable_thinking else 0
 
 
 def load_backbone(config: BackboneConfig) -> Backbone:

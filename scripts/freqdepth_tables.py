@@ -36,6 +36,7 @@ from freqdepth.transform import align_layers, depth_transform, stack_features
 from kvcore.attention import prefill
 from kvcore.backbone import Backbone, BackboneConfig, load_backbone
 from kvcore.cli import config_dir, fail
+from kvcore.environment import environment
 from kvcore.method import build_method
 from kvcore.quant import quantize, quantized_bytes
 from kvcore.rope import shift_positions
@@ -332,7 +333,9 @@ def main(arguments: list[str]) -> None:
     if options.output is not None:
         path = Path(options.output)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(means, indent=1))
+        command = " ".join(["python scripts/freqdepth_tables.py", *arguments])
+        found = {"command": command, "environment": environment(backbone.device), "tables": means}
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def print_table(name: str, rows: dict[str, list[float]], options: Options) -> None:

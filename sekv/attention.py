@@ -1,5 +1,6 @@
-"""Mixed-resolution attention: one softmax over exact entries, coarse entries and zoomed tokens. Training and the cache
-share this file. arXiv 2606.31145, section 3.3.
+"""Mixed-resolution attention: one softmax over exact entries, coarse entries and zoomed tokens. arXiv 2606.31145, 3.3.
+
+`mixed_attention` is the differentiable form, from logits; a decode step adds up masses that it has anyway (`Blend`).
 
 Legend: B batch rows, Hq query heads, Hkv KV heads, Q query tokens, n entries of a part, d head dimension.
 """
@@ -76,6 +77,70 @@ def _gathered(mass: Tensor, row_of_entry: Tensor, rows: int) -> Tensor:
     """Masses [B, Hq, Q, n] summed over the entries that share a row: [B, Hq, Q, rows]."""
     index = row_of_entry[:, None, None].expand(*mass.shape)
     return mass.new_zeros(*mass.shape[:3], rows + 1).scatter_add(-1, index, mass)[..., :rows]
+
+
+def softmax_and_unit(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of [..., n] and the log-sum-exp [..., 1] that it divides by.
+
+    The largest share tells the latter, which spares a second pass of exponentials.
+    """
+    shares = logits.softmax(dim=-1)
+    return shares, logits.amax(dim=-1, keepdim=True) - shares.amax(dim=-1, keepdim=True).log()
+
+
+@dataclass
+class Entries:
+    """Tokens or spans as one decode step multiplies with them.
+
+    Attributes:
+        values: [B, Hkv, n, d] fp32, still to be multiplied by `scale`.
+        scale: [B, Hkv, 1, n] of the values, or None; it goes into the masses, which are far fewer than the values.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+@dataclass
+class Blend:
+    """Σ mass · value and Σ mass of some entries, in units of exp(unit).
+
+    Attributes:
+        numerator: [B, Hq, 1, d].
+        mass: [B, Hq, 1, 1].
+        unit: [B, Hq, 1, 1], natural log.
+    """
+
+    numerator: Tensor
+    mass: Tensor
+    unit: Tensor
+
+    @classmethod
+    def of(cls, unit: Tensor, mass: Tensor, parts: list[tuple[Tensor, Entries]]) -> Blend:
+        """Entries by their masses [B, Hq, 1, n], which sum to `mass`."""
+        products = [_weighted(masses, entries) for masses, entries in parts]
+        return cls(sum(products[1:], products[0]), mass, unit)
+
+    def with_logits(self, logits: Tensor, entries: Entries) -> Blend:
+        """More entries in the same softmax, by their logits [B, Hq, 1, n]."""
+        unit = torch.maximum(self.unit, logits.amax(dim=-1, keepdim=True))
+        factor, masses = torch.exp(self.unit - unit), torch.exp(logits - unit)
+        numerator = torch.addcmul(_weighted(masses, entries), self.numerator, factor)
+        return Blend(numerator, torch.addcmul(masses.sum(dim=-1, keepdim=True), self.mass, factor), unit)
+
+    def output(self) -> Tensor:
+        """[B, Hq, 1, d]."""
+        return self.numerator / self.mass
+
+
+def _weighted(mass: Tensor, entries: Entries) -> Tensor:
+    """Σ mass · value [B, Hq, 1, d]."""
+    batch, num_heads, num_queries, count = mass.shape
+    num_kv_heads = entries.values.shape[1]
+    grouped = mass.reshape(batch, num_kv_heads, num_heads // num_kv_heads * num_queries, count)
+    if entries.scale is not None:
+        grouped = grouped * entries.scale
+    return (grouped @ entries.values).view(batch, num_heads, num_queries, -1)
 
 
 def span_parts(

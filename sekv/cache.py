@@ -44,6 +44,7 @@ class SeKVCache(CompressedCache):
     def reset(self) -> None:
         super().reset()
         self._meter = SurprisalMeter()
+        self._measured: tuple[int, tuple[int, int]] | None = None
 
     @property
     def zooming(self) -> list[SeKVLayer]:
@@ -62,6 +63,18 @@ class SeKVCache(CompressedCache):
             return list(self.layers)
         spans = [] if shared.spans is None else [shared.spans]
         return [*self.layers, *spans, shared.buffer]
+
+    def select_rows(self, rows: Tensor) -> None:
+        super().select_rows(rows)
+        self._measured = None
+
+    def _record_memory(self) -> None:
+        # storages change where a window overflows and nowhere else: the walk over all of them waits for that
+        overflows = sum(layer.blocks for layer in self.zooming)
+        if self._measured is None or self._measured[0] != overflows:
+            self._measured = overflows, self.memory_bytes()
+        full = self.spec.token_bytes * sum(self.row_tokens())
+        self.ledger.record_memory(*self._measured[1], full)
 
     def chunk_prefilled(self, model: PreTrainedModel, input_ids: Tensor | None, hidden: Tensor) -> None:
         layers = self.zooming
@@ -129,7 +142,9 @@ class SeKVCache(CompressedCache):
         counts.scatter_add_(1, inside, torch.ones(inside.shape, device=index.device))
         tokens = torch.tensor(lengths, dtype=torch.float32, device=index.device)
         ragged = len({segment_.kinds.shape[0] for segment_ in segments}) > 1 or not all(plan.mapped for plan in plans)
-        return SharedSpans(index, counts[:, :num_spans].clone(), tokens, ragged or len(set(plans)) > 1)
+        body = [int((s.kinds != int(Kind.WINDOW)).sum()) * plan.mapped for s, plan in zip(segments, plans, strict=True)]
+        mapped = torch.tensor(body, device=index.device)
+        return SharedSpans(index, counts[:, :num_spans].clone(), tokens, mapped, ragged or len(set(plans)) > 1)
 
     def zoom_statistics(self) -> ZoomSummary | None:
         """What was zoomed into since the cache was made or reset; None at budget=1.0."""

@@ -13,6 +13,7 @@ from kvcore.state import HostState
 from sekv.lowrank import Factors, rows_are_cheaper, truncated_svd
 from sekv.routing import Router
 from sekv.rows import Rows, TokenStore
+from sekv.window import Block, write_columns
 
 SURVIVES = 0.5  # a component whose gate is below does not travel
 
@@ -26,23 +27,34 @@ class FactorStore(HostState):
         span_of_token: int64 [B, N], S where there is no span.
         left: [B, Hkv, N, 2, r], gated σ folded in; right: [B, Hkv, S, 2, r, d]; 2 = keys, values.
         ranks: int64 [B, Hkv, S], surviving components (the larger of keys and values); they come first.
+        counts: int64 [B], tokens of each row.
         used: N.
     """
 
     def __init__(
-        self, raw: TokenStore, raw_index: Tensor, span_of_token: Tensor, left: Tensor, right: Tensor, ranks: Tensor
+        self,
+        raw: TokenStore,
+        raw_index: Tensor,
+        span_of_token: Tensor,
+        left: Tensor,
+        right: Tensor,
+        ranks: Tensor,
+        counts: Tensor,
     ) -> None:
+        self.counts = counts
         self.raw, self.raw_index, self.span_of_token = raw, raw_index, span_of_token
         self.left, self.right, self.ranks = left, right, ranks
         self.used = raw_index.shape[1]
 
-    def append(self, rows: Rows) -> None:
-        """Add n tokens as raw rows."""
-        count = rows.data.shape[2]
-        place = torch.arange(self.raw.used, self.raw.used + count).expand(self.raw_index.shape[0], -1)
-        self.raw.append(rows)
-        self.raw_index = torch.cat([self.raw_index, place], dim=1)
-        self.used += count
+    def append(self, rows: Rows, block: Block) -> Tensor:
+        """See `TokenStore.append`; new tokens stay raw."""
+        row = block.row.cpu()
+        token = self.counts[row] + block.column.cpu()
+        place = self.raw.append(rows, block).cpu()
+        self.raw_index = write_columns(self.raw_index, 1, row, token, place)
+        self.counts = self.counts.index_add(0, block.rows.cpu(), block.sizes.cpu())
+        self.used = self.raw_index.shape[1]
+        return token
 
     def fetch(self, head: Tensor, token: Tensor, device: torch.device) -> tuple[Rows, int]:
         """See `TokenStore.fetch`. Left rows of the tokens and right factors of their spans travel, once per span."""
@@ -137,5 +149,5 @@ def _with_raw(
     data = store.data.new_zeros(*store.data.shape[:2], int(counts.max()), store.data.shape[3])
     for row in range(factored.shape[0]):
         data[row, :, : int(counts[row])] = store.data[row, :, : store.used][:, ~factored[row].to(store.data.device)]
-    raw = type(store)(Rows(data, None), store.pin)
-    return FactorStore(raw, index, span_of_token, left, right, ranks)
+    raw = type(store)(Rows(data, None), store.pin, counts)
+    return FactorStore(raw, index, span_of_token, left, right, ranks, store.counts.cpu())

@@ -29,7 +29,9 @@ class SeKVOptions:
         directions: second-order directions per span.
         tau: threshold of an untrained router: multiples of the uniform share (`mass`) or a probability.
         global_threshold: one threshold for all layers and heads.
-        sketch_dims, sketch_bits: coordinates per key (at most the head dimension) and bits per coordinate.
+        sketch_dims: coordinates per key (at most the head dimension; fewer where the budget is small).
+        sketch_fine_dims, sketch_bits: so many of them, the leading ones, have so many bits; the others have 2.
+        outlier_share: tokens per KV head, as a share, that stay on the device because the sketch shows them worst.
         query_aware: choose the sketch's directions by the logits they explain rather than by the keys' variance.
         window: newest tokens kept exactly. window_block: tokens that leave it at a time.
         max_zoom: most tokens fetched per layer and KV head in one step, as a share of the tokens.
@@ -57,10 +59,12 @@ class SeKVOptions:
     decision: Decision = "mass"
     map_rank: int = 8
     directions: int = 1
-    tau: float = 1.0
+    tau: float = 0.5
     global_threshold: bool = False
     sketch_dims: int = 32
+    sketch_fine_dims: int = 8
     sketch_bits: int = 4
+    outlier_share: float = 0.02
     query_aware: bool = True
     window: int = 32
     window_block: int = 16
@@ -82,10 +86,12 @@ class SeKVOptions:
         rules = (
             (self.sketch_bits in SKETCH_BITS, "sketch_bits", f"one of {SKETCH_BITS}"),
             (self.sketch_dims > 0 and self.sketch_dims % 2 == 0, "sketch_dims", "a positive even number"),
+            (self.sketch_fine_dims >= 0 and self.sketch_fine_dims % 2 == 0, "sketch_fine_dims", "an even number >= 0"),
             (self.row_bits in ROW_BITS, "row_bits", f"one of {ROW_BITS}"),
             (self.window >= 1, "window", ">= 1"),
             (self.window_block >= 1, "window_block", ">= 1"),
             (0.0 <= self.max_zoom <= 1.0, "max_zoom", "in [0, 1]"),
+            (0.0 <= self.outlier_share <= 1.0, "outlier_share", "in [0, 1]"),
             (self.max_rank >= 0, "max_rank", ">= 0"),
             (self.directions >= 1, "directions", ">= 1"),
             (self.warm_queries >= 1, "warm_queries", ">= 1"),

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
 from sekv.rows import RowCodec
 from sekv.segmentation import SegmentOptions
-from sekv.sketch import sketch_bytes
+from sekv.sketch import SketchForm
 from sekv.slots import Slots
 
 if TYPE_CHECKING:
     from sekv.options import SeKVOptions
 
 MAP_INDEX_BYTES = 8  # a token's span number; one for all layers and heads
+SPAN_INDEX_BYTES = 12  # a span's length and start; one for all layers and heads
 WINDOW_SHARE = 0.25  # of the budget's entries, at most, for window and spill block together
-MAP_SHARE = 0.4  # of the budget's bytes, at most, for the sketch; smaller budgets get fewer dimensions
+MAP_SHARE = 0.5  # of the budget's bytes, at most, for the sketch; smaller budgets get fewer dimensions
 MIN_DIMS = 8
 STRICT_SPAN_FACTOR = 4  # scope `layer` counts a coarse entry like any other: spans are this much longer
 FETCH_SHARE = 0.4  # scope `layer`: part of what the persistent entries leave over that is fetched afresh
@@ -61,20 +62,21 @@ class Planner:
         self.row_bytes = RowCodec.row_bytes(spec.head_dim, itemsize, options.row_bits)
         self.slot_bytes = Slots.slot_bytes(self.row_bytes)
         self.strict = budget.scope == "layer"
-        self.sketch_dims = options.sketch_dims
+        self.sketch = self._form(options.sketch_dims)
 
-    def choose_dims(self, tokens: int) -> int:
-        """Sketch dimensions that a prompt of `tokens` tokens can afford; kept for the rest of the cache's life."""
+    def choose_sketch(self, tokens: int) -> SketchForm:
+        """The sketch that a prompt of `tokens` tokens can afford; kept for the rest of the cache's life."""
         allowed = self.budget.share(tokens) * tokens * self.spec.entry_bytes * MAP_SHARE
-        dims = min(self.options.sketch_dims, self.spec.head_dim)
-        # a trained map has the dimensions that it was trained for
-        while self.options.maps != "sketch" and dims - 4 >= MIN_DIMS and self._sketch_bytes(dims, tokens) > allowed:
-            dims -= 4
-        self.sketch_dims = dims
-        return dims
+        form = self._form(self.options.sketch_dims)
+        while form.dims - 4 >= MIN_DIMS and form.device_bytes(tokens, self.spec.head_dim) > allowed:
+            form = self._form(form.dims - 4)
+        self.sketch = form
+        return form
 
-    def _sketch_bytes(self, dims: int, tokens: int) -> int:
-        return sketch_bytes(dims, self.options.sketch_bits, tokens, self.spec.head_dim)
+    def _form(self, dims: int) -> SketchForm:
+        return SketchForm.fitting(
+            min(dims, self.spec.head_dim), self.options.sketch_fine_dims, self.options.sketch_bits
+        )
 
     def segment_options(self) -> SegmentOptions:
         """How rows are cut: as the options say, in longer spans where every coarse entry counts."""
@@ -102,10 +104,12 @@ class Planner:
         """Bytes of the map."""
         total = float(spans * self.coarse_bytes())
         if self.options.summary == "sketch":
-            total += self._sketch_bytes(min(self.sketch_dims, self.spec.head_dim), mapped_tokens)
+            total += self.sketch.device_bytes(mapped_tokens, self.spec.head_dim)
         if self.options.row_bits:
             total += 4 * self.spec.head_dim
-        shared = (mapped_tokens * MAP_INDEX_BYTES + 4 * spans) / (self.spec.num_layers * self.spec.num_kv_heads)
+        shared = (mapped_tokens * MAP_INDEX_BYTES + spans * SPAN_INDEX_BYTES) / (
+            self.spec.num_layers * self.spec.num_kv_heads
+        )
         return total + shared
 
     def plan(self, tokens: int, window: int, block: int, pinned: int, spans: int, may_map: bool = True) -> Plan:

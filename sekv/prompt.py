@@ -19,9 +19,11 @@ from sekv.segmentation import Kind, Segments
 from sekv.sketch import Sketch
 from sekv.slots import PINNED
 from sekv.summary import span_directions, span_means
+from sekv.window import Block
 
 QUERY_BLOCK = 8  # warm-up queries per block: bounds the attention scores to 8 x N per head
 PINNED_SCORE = 1e7  # ranks pinned tokens before any attention score, the first before the later (exact in fp32)
+OUTLIER_SCORE = 0.75 * PINNED_SCORE
 
 
 class PromptObserver:
@@ -131,6 +133,7 @@ def build_map(
     surprisal: Tensor | None,
     sketch: Sketch | None,
     dtype: torch.dtype,
+    counts: tuple[Tensor, Tensor],
 ) -> TokenMap | SpanMap:
     """The coarse side of a layer.
 
@@ -141,42 +144,50 @@ def build_map(
         surprisal: [B, N] weights of the means (`weighted_summary`), or None.
         sketch: of the same tokens, for `summary=sketch`.
         dtype: of the stored entries.
+        counts: int64 [B] each, tokens and spans of every row.
     """
     coarse_values = span_means(values, span_of_token, num_spans, surprisal).to(dtype)
     if sketch is not None:
-        return TokenMap(sketch, coarse_values)
+        return TokenMap(sketch, coarse_values, *counts)
     mean_key = span_means(keys, span_of_token, num_spans, surprisal)
     directions = None
     if options.summary == "second_order":
         directions = span_directions(keys, span_of_token, mean_key, options.directions).to(dtype)
-    return SpanMap(mean_key.to(dtype), directions, coarse_values, options.mass_weighted)
+    return SpanMap(mean_key.to(dtype), directions, coarse_values, options.mass_weighted, *counts, keys.shape[2])
 
 
-def extend_map(map_: TokenMap | SpanMap, keys: Tensor, values: Tensor, analysis: Tensor | None) -> None:
-    """Add tokens [B, Hkv, n, d] that left the window, as one span.
+def extend_map(map_: TokenMap | SpanMap, block: Block, analysis: Tensor | None) -> None:
+    """Add the tokens of each row of a block as one span.
 
     Args:
         analysis: [B, Hkv, m, d], for a `TokenMap`.
     """
-    span = torch.zeros(keys.shape[0], keys.shape[2], dtype=torch.int64, device=keys.device)
-    means = span_means(values, span, 1)
+    span = (~block.live).long()  # the one span is 0; 1 stands for no span
+    means = span_means(block.values, span, 1)
     if isinstance(map_, TokenMap):
         assert analysis is not None
-        map_.append(keys, analysis, means)
+        map_.append(block, analysis, means)
         return
-    mean_key = span_means(keys, span, 1)
+    mean_key = span_means(block.keys, span, 1)
     directions = None
     if map_.directions is not None:
-        directions = span_directions(keys, span, mean_key, map_.directions.shape[3])
-    map_.append(mean_key, directions, means)
+        directions = span_directions(block.keys, span, mean_key, map_.directions.shape[3])
+    map_.append(block, mean_key, directions, means)
 
 
-def first_slots(scores: Tensor, segments: list[Segments], plans: list[Plan]) -> tuple[Tensor, Tensor]:
+def first_slots(
+    scores: Tensor, segments: list[Segments], plans: list[Plan], misfit: Tensor | None, outlier_share: float
+) -> tuple[Tensor, Tensor]:
     """Tokens and ranks [B, Hkv, C] of the first slots: pinned tokens, then the most attended ones.
+
+    Pinned for good are sinks, anchors and each head's outliers: a token unlike the rest of the prompt (a number to be
+    repeated, in a text of repeated sentences) has a key that the sketch, fitted to the rest, cannot show.
 
     Args:
         scores: [B, Hkv, N] warm-up attention.
         segments, plans: of each row.
+        misfit: [B, Hkv, N] from `Sketch.misfit`, or None.
+        outlier_share: tokens of each KV head to pin by misfit, as a share of the row; at most half of its free slots.
     """
     batch, num_kv_heads, width = scores.shape
     capacity = min(max(plan.slots for plan in plans), max(width, 0))
@@ -186,6 +197,10 @@ def first_slots(scores: Tensor, segments: list[Segments], plans: list[Plan]) -> 
         count = min(plan.slots, int((segment.kinds != int(Kind.WINDOW)).sum()))
         pinned = segment.where(Kind.SINK, Kind.ANCHOR).to(scores.device)
         row_scores = scores[row].clone()
+        if misfit is not None and plan.mapped:
+            outliers = min(int(outlier_share * segment.kinds.shape[0]), (count - pinned.numel()) // 2)
+            worst = misfit[row, :, : segment.kinds.shape[0]].topk(max(outliers, 0), dim=-1).indices
+            row_scores.scatter_(-1, worst, OUTLIER_SCORE)
         row_scores[:, pinned] = PINNED_SCORE - pinned.to(row_scores.dtype)
         best, index = row_scores[:, : segment.kinds.shape[0]].topk(count, dim=-1)
         token[row, :, :count] = index

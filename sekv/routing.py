@@ -216,6 +216,15 @@ class Router(nn.Module):
         margin = scores - self.level(layer, scores, tokens, resident_lse)
         return margin if lengths is None else margin - lengths.clamp_min(1).log()[:, None, None]
 
+    def multiples(self, layer: int, shares: Tensor, tokens: Tensor) -> Tensor:
+        """Shares [B, Hq, Q, n] of the attention mass in multiples of the threshold: zoomed where >= 1. This is `margin`
+        of single tokens (decision `mass`) without its logarithm.
+
+        Args:
+            tokens: [B] tokens that the query looks back on.
+        """
+        return shares * (tokens[:, None, None, None] / self.tau(layer))
+
     def zoom(self, margin: Tensor) -> Tensor:
         """Straight-through zoom decisions z [B, Hq, Q, S]: exactly 0 or 1 forward, the relaxed gradient backward."""
         return straight_through(margin / self.config.temperature)

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from kvcore.state import BatchedState, HostState
+from sekv.attention import Entries
+from sekv.window import Block, widened, write_columns
 
 ROW_BITS = (0, 8)
 KEY_HEADROOM = 1.25  # later keys may exceed the prompt's range by this much before they are clipped
 SCALE_BYTES = 2
+WORD_BYTES = 8
 
 
 @dataclass
@@ -38,6 +41,14 @@ class Rows:
         return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 
+def put_rows_(target: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Copy rows [n, x] into target [..., x] at flat indices [n]; 8 bytes count as one number, for speed."""
+    flat = target.view(-1, target.shape[-1])
+    if flat.shape[-1] * flat.itemsize % WORD_BYTES == 0:
+        flat, rows = flat.view(torch.int64), rows.contiguous().view(torch.int64)
+    flat.index_copy_(0, index, rows)
+
+
 class RowCodec(BatchedState):
     """8-bit rows: keys with one step per channel, values with one per token; or exact rows.
 
@@ -53,11 +64,12 @@ class RowCodec(BatchedState):
             top = keys.float().abs().amax(dim=2) if keys.shape[2] else keys.new_ones(keys.shape[0], keys.shape[1], 1)
             self.key_step = (top * KEY_HEADROOM / 127).clamp_min(1e-8)
 
-    def encode(self, keys: Tensor, values: Tensor) -> Rows:
-        """Rows [B, Hkv, n, 2 d] of keys and values [B, Hkv, n, d]."""
+    def encode(self, keys: Tensor, values: Tensor, rows: Tensor | None = None) -> Rows:
+        """Rows [B, Hkv, n, 2 d] of keys and values [B, Hkv, n, d]; of the batch rows `rows` alone where given."""
         if self.key_step is None:
             return Rows(torch.cat([keys, values], dim=-1), None)
-        key_codes = keys.float() / self.key_step.unsqueeze(2)
+        key_step = self.key_step if rows is None else self.key_step[rows]
+        key_codes = keys.float() / key_step.unsqueeze(2)
         scale = (values.float().abs().amax(dim=-1, keepdim=True) / 127).clamp_min(1e-6).to(torch.float16)
         data = torch.cat([key_codes, values.float() / scale.float()], dim=-1)
         return Rows(data.round_().clamp_(-127, 127).to(torch.int8), scale)
@@ -72,6 +84,18 @@ class RowCodec(BatchedState):
             values.to(self.dtype) * rows.scale.to(self.dtype),
         )
 
+    def fold(self, query: Tensor) -> Tensor:
+        """Queries [B, Hq, Q, d] that, times the stored numbers of keys, give the logits: no key needs decoding."""
+        if self.key_step is None:
+            return query
+        return (query.unflatten(1, (self.key_step.shape[1], -1)) * self.key_step[:, :, None, None]).flatten(1, 2)
+
+    @staticmethod
+    def numbers(rows: Rows) -> tuple[Tensor, Entries]:
+        """The stored numbers of rows [B, Hkv, n, 2 d] in fp32: keys [B, Hkv, n, d] (see `fold`) and values."""
+        keys, values = rows.data.float().chunk(2, dim=-1)
+        return keys, Entries(values, None if rows.scale is None else rows.scale.mT)
+
     @staticmethod
     def row_bytes(head_dim: int, itemsize: int, bits: int) -> int:
         """Bytes of one row."""
@@ -81,31 +105,41 @@ class RowCodec(BatchedState):
 class TokenStore(BatchedState):
     """Every token's row [B, Hkv, N, 2 d].
 
-    Attributes:
+    Args:
         rows: the rows; pinned when they live in host memory of a machine with a GPU.
+        counts: int64 [B], tokens of each batch row.
+
+    Attributes:
+        used: N, tokens of the longest batch row so far; room beyond it is not in use.
     """
 
-    def __init__(self, rows: Rows, pin: bool) -> None:
+    def __init__(self, rows: Rows, pin: bool, counts: Tensor) -> None:
         self.pin = pin
         self.data, self.scale = self._placed(rows.data), None if rows.scale is None else self._placed(rows.scale)
+        self.counts = counts.to(self.data.device)
         self.used = rows.data.shape[2]
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous()
 
-    def append(self, rows: Rows) -> None:
-        """Add n tokens; room is made in larger steps, so that growing does not copy the store every time."""
-        count = rows.data.shape[2]
-        missing = self.used + count - self.data.shape[2]
+    def append(self, rows: Rows, block: Block) -> Tensor:
+        """Add the tokens of a block, in storage form [m, Hkv, b, 2 d]; returns their numbers [n].
+
+        Room is made in larger steps, so that growing does not copy the store every time.
+        """
+        row, taken = block.row.to(self.data.device), block.rows.to(self.data.device)
+        token = self.counts[row] + block.column.to(self.data.device)
+        self.used = max(self.used, int(token.max()) + 1)
+        missing = self.used - self.data.shape[2]
         if missing > 0:
             room = max(missing, self.data.shape[2] // 8)
-            self.data = self._placed(_widened(self.data, room))
-            self.scale = None if self.scale is None else self._placed(_widened(self.scale, room))
-        stop = self.used + count
-        self.data[:, :, self.used : stop] = rows.data.to(self.data.device)
+            self.data = self._placed(widened(self.data, 2, room))
+            self.scale = None if self.scale is None else self._placed(widened(self.scale, 2, room))
+        write_columns(self.data, 2, row, token, rows.data[block.member, :, block.column])
         if self.scale is not None and rows.scale is not None:
-            self.scale[:, :, self.used : stop] = rows.scale.to(self.scale.device)
-        self.used = stop
+            write_columns(self.scale, 2, row, token, rows.scale[block.member, :, block.column])
+        self.counts = self.counts.index_add(0, taken, block.sizes.to(self.counts.device))
+        return token
 
     def all_rows(self, device: torch.device) -> Rows:
         """Every row [B, Hkv, N, 2 d] on `device`."""
@@ -140,10 +174,6 @@ class HostTokenStore(TokenStore, HostState):
         return moved.pin_memory() if self.pin and torch.cuda.is_available() else moved
 
 
-def _widened(tensor: Tensor, room: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:2], room, tensor.shape[3])], dim=2)
-
-
-def make_store(rows: Rows, offload: bool, pin: bool) -> TokenStore:
+def make_store(rows: Rows, offload: bool, pin: bool, counts: Tensor) -> TokenStore:
     """The store of one layer; without offload it stays on the device (and counts there)."""
-    return HostTokenStore(rows, pin) if offload else TokenStore(rows, False)
+    return HostTokenStore(rows, pin, counts) if offload else TokenStore(rows, False, counts)

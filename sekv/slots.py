@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from kvcore.state import BatchedState
-from sekv.rows import RowCodec, Rows
+from sekv.rows import RowCodec, Rows, put_rows_
+from sekv.window import widened
 
 PINNED = float("inf")
 EMPTY = float("-inf")
+MOST_TOKENS = 2**24  # of a row: ranks further apart than their tokens, exactly in fp64
 
 
 class Slots(BatchedState):
@@ -23,79 +25,96 @@ class Slots(BatchedState):
         token: int32 [B, Hkv, C], the token held; -1 when empty.
         rank: fp32 [B, Hkv, C]: step of the last use; +inf pinned or not available to this row, -inf empty.
         holes: whether some slot may be empty or not available.
+        spare: slots that every KV head can give up: those beyond are pinned or not available in some row.
     """
 
     def __init__(self, rows: Rows, token: Tensor, rank: Tensor) -> None:
         self.data, self.scale = rows.data, rows.scale
         self.token, self.rank = token.to(torch.int32), rank
+        self._inspect()
+
+    def _inspect(self) -> None:
         self.holes = bool((self.token < 0).any())
+        self.spare = int((self.rank < PINNED).sum(-1).amin()) if self.rank.numel() else 0
+
+    def select_rows(self, rows: Tensor) -> None:
+        super().select_rows(rows)
+        self._inspect()
 
     @property
     def count(self) -> int:
         """C."""
         return self.token.shape[2]
 
+    @property
+    def rows(self) -> Rows:
+        """[B, Hkv, C, 2 d]."""
+        return Rows(self.data, self.scale)
+
     def decode(self, codec: RowCodec) -> tuple[Tensor, Tensor]:
         """Keys and values [B, Hkv, C, d]."""
-        return codec.decode(Rows(self.data, self.scale))
+        return codec.decode(self.rows)
 
     def hidden(self) -> Tensor | None:
         """[B, Hkv, 1, C] bool, True at slots without a token; None when every slot holds one."""
         return (self.token < 0).unsqueeze(2) if self.holes else None
 
     def token_index(self, nowhere: int) -> Tensor:
-        """int64 [B, Hkv, C]: the token of every slot, `nowhere` for empty slots."""
-        index = self.token.long()
+        """int64 [B, Hkv, C]: the token of every slot, `nowhere` for empty slots and for tokens beyond."""
+        index = self.token.long().clamp_max(nowhere)
         return index.masked_fill(index < 0, nowhere) if self.holes else index
+
+    def _order(self) -> Tensor:
+        """fp64 [B, Hkv, C]: `rank`, and the token where ranks are equal, so that a row does not depend on its batch."""
+        return self.rank.double().mul_(MOST_TOKENS).add_(self.token)
 
     def touch(self, used: Tensor, step: int) -> None:
         """Mark the slots `used` [B, Hkv, C] (bool) as used in this step."""
-        self.rank = torch.where(used & self.rank.isfinite(), float(step), self.rank)
+        self.rank = torch.where(used, self.rank.clamp_min(step), self.rank)  # pinned ones stay at infinity
 
-    def put(self, rows: Rows, token: Tensor, live: Tensor, step: int) -> None:
-        """Store fetched rows over the least recently used slots; what finds no slot is dropped.
+    def put(self, rows: Rows, head: Tensor, column: Tensor, token: Tensor, width: int, step: int) -> None:
+        """Store n fetched rows over the least recently used slots; what finds no slot is dropped.
 
         Args:
-            rows: data [B, Hkv, n, 2 d], most wanted first.
-            token: [B, Hkv, n].
-            live: [B, Hkv, n] False at padding.
+            rows: data [n, 2 d].
+            head: [n] flat index b * Hkv + h.
+            column: [n], each row's place among those of its KV head, the most wanted first.
+            token: [n].
+            width: largest column + 1.
         """
-        count = min(token.shape[2], self.count)
+        count = min(width, self.count)
         if count == 0:
             return
-        lowest, slot = self.rank.topk(count, dim=-1, largest=False)
-        live = live[:, :, :count] & (lowest < PINNED)
-        self.rank.scatter_(2, slot, torch.where(live, float(step), lowest))
-        held = self.token.gather(2, slot)
-        self.token.scatter_(2, slot, torch.where(live, token[:, :, :count].to(torch.int32), held))
-        self._write(self.data, rows.data, slot, live)
+        lowest, slot = self._order().topk(count, dim=-1, largest=False)
+        if width > self.spare:
+            free = lowest.flatten(0, 1)[head, column.clamp_max(count - 1)] < PINNED
+            kept = (free & (column < count)).nonzero().flatten()
+            head, column, token, rows = head[kept], column[kept], token[kept], rows.map(lambda t: t[kept])
+        index = head * self.count + slot.flatten(0, 1)[head, column]
+        put_rows_(self.data, index, rows.data)
         if self.scale is not None and rows.scale is not None:
-            self._write(self.scale, rows.scale, slot, live)
+            put_rows_(self.scale, index, rows.scale)
+        self.token.view(-1).index_copy_(0, index, token.to(torch.int32))
+        self.rank.view(-1).index_fill_(0, index, float(step))
         if self.holes:
             self.holes = bool((self.token < 0).any())
-
-    @staticmethod
-    def _write(target: Tensor, source: Tensor, slot: Tensor, live: Tensor) -> None:
-        index = slot.unsqueeze(-1).expand(*slot.shape, target.shape[3])
-        chosen = torch.where(live.unsqueeze(-1), source[:, :, : slot.shape[2]], target.gather(2, index))
-        target.scatter_(2, index, chosen)
 
     def resize(self, capacity: list[int]) -> None:
         """Make `capacity[row]` slots available to every row; new ones are empty, the lowest ranks are given up."""
         width = max(capacity)
+        if any(held > limit for held, limit in zip(self._available(), capacity, strict=True)):
+            self._keep_best(min(width, self.count))
         if width > self.count:
             extra = width - self.count
-            self.data = _grown(self.data, extra, 0)
-            self.scale = None if self.scale is None else _grown(self.scale, extra, 0)
-            self.token = _grown(self.token.unsqueeze(-1), extra, -1).squeeze(-1)
-            self.rank = _grown(self.rank.unsqueeze(-1), extra, PINNED).squeeze(-1)
-        elif any(held > limit for held, limit in zip(self._available(), capacity, strict=True)):
-            self._keep_best(width)
+            self.data = widened(self.data, 2, extra)
+            self.scale = None if self.scale is None else widened(self.scale, 2, extra)
+            self.token = _grown(self.token, extra, -1)
+            self.rank = _grown(self.rank, extra, PINNED)
         limit = torch.tensor(capacity, device=self.rank.device)[:, None, None]
         available = torch.arange(self.count, device=self.rank.device) < limit
         self.token = self.token.masked_fill(~available, -1)
         self.rank = self.rank.masked_fill(self.token < 0, EMPTY).masked_fill(~available, PINNED)
-        self.holes = bool((self.token < 0).any())
+        self._inspect()
 
     def _available(self) -> list[int]:
         """Slots available to each row."""
@@ -104,7 +123,8 @@ class Slots(BatchedState):
 
     def _keep_best(self, width: int) -> None:
         """Reorder by falling rank, empty slots last, and keep `width` slots."""
-        order = self.rank.masked_fill(self.token < 0, EMPTY).argsort(dim=-1, descending=True, stable=True)[..., :width]
+        order = self._order().masked_fill(self.token < 0, EMPTY).argsort(dim=-1, descending=True, stable=True)
+        order = order[..., :width]
         self.token, self.rank = self.token.gather(-1, order), self.rank.gather(-1, order)
         rows = order.unsqueeze(-1)
         self.data = self.data.gather(2, rows.expand(*order.shape, self.data.shape[3]))
@@ -118,4 +138,5 @@ class Slots(BatchedState):
 
 
 def _grown(tensor: Tensor, extra: int, fill: float) -> Tensor:
-    return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], extra, tensor.shape[3]), fill)], dim=2)
+    """[B, Hkv, C] with `extra` columns more."""
+    return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], extra), fill)], dim=2)

@@ -18,8 +18,8 @@ class ZoomStatistics:
         expanded: [L, Hq] sum over steps and rows of the units zoomed into.
         available: [L] sum over steps and rows of the units that could have been.
         steps: [L] steps times rows.
-        zoomed_bytes: bytes of the rows zoomed into, cached or not.
-        moved_bytes: those of them that had to be fetched.
+        found_bytes: bytes of the rows zoomed into that were in the factor cache.
+        moved_bytes: bytes of those that had to be fetched.
         rank_sum, rank_count: kept components of the spans' factors, for the mean effective rank.
         cache_bytes: bytes of the device factor cache at the latest step.
     """
@@ -28,7 +28,7 @@ class ZoomStatistics:
         self.expanded = np.zeros((num_layers, num_heads))
         self.available = np.zeros(num_layers)
         self.steps = np.zeros(num_layers)
-        self.zoomed_bytes = self.moved_bytes = self.cache_bytes = 0
+        self.found_bytes = self.moved_bytes = self.cache_bytes = 0
         self.rank_sum = self.rank_count = 0.0
 
     def record(self, layer: int, zoomed: Tensor, available: float) -> None:
@@ -37,10 +37,10 @@ class ZoomStatistics:
         self.available[layer] += available * zoomed.shape[0]
         self.steps[layer] += zoomed.shape[0]
 
-    def record_traffic(self, zoomed_bytes: int, moved_bytes: int) -> None:
-        """One step's rows zoomed into and rows fetched, in bytes."""
-        self.zoomed_bytes += zoomed_bytes
-        self.moved_bytes += moved_bytes
+    @property
+    def zoomed_bytes(self) -> int:
+        """Bytes of the rows zoomed into, cached or not."""
+        return self.found_bytes + self.moved_bytes
 
     def record_rank(self, ranks: Tensor) -> None:
         """Kept components of some spans."""

@@ -1,14 +1,18 @@
 """Token surprisal from the prefill's own hidden states, a block at a time. arXiv 2606.31145, section 3.1.
 
-Legend: B batch rows, T tokens of one forward, D hidden size, V vocabulary.
+Legend: B batch rows, T tokens of one forward, n tokens of a block, D hidden size.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor, nn
 
-BLOCK_LOGITS = 32 * 1024 * 1024  # numbers of one block of logits: 128 MiB in fp32
+from sekv.attention import softmax_and_unit
+
+BLOCK_TOKENS = 1024
+BLOCK_WORDS = 1024  # with BLOCK_TOKENS, 4 MiB of logits in fp32: they stay in cache, and no large block is ever mapped
 
 
 class SurprisalMeter:
@@ -48,13 +52,34 @@ class SurprisalMeter:
 
 @torch.no_grad()
 def surprisal(lm_head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    """-log p(target) [B, T] in nats (fp32) of hidden states [B, T, D]; logits exist for one block at a time only."""
-    assert isinstance(lm_head.weight, Tensor)
-    vocabulary = lm_head.weight.shape[0]
-    block = max(1, BLOCK_LOGITS // (vocabulary * hidden.shape[0]))
-    pieces = []
-    for start in range(0, hidden.shape[1], block):
-        logits = lm_head(hidden[:, start : start + block]).float()
-        chosen = logits.gather(-1, targets[:, start : start + block, None]).squeeze(-1)
-        pieces.append(torch.logsumexp(logits, dim=-1) - chosen)
-    return torch.cat(pieces, dim=1)
+    """-log p(target) [B, T] in nats (fp32) of hidden states [B, T, D]; logits exist for one block at a time only.
+
+    Raises:
+        ValueError: the LM head's weight is offloaded.
+    """
+    weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+    assert isinstance(weight, Tensor)
+    if weight.is_meta:
+        raise ValueError("surprisal reads the LM head's weight, which is offloaded here; keep lm_head on a device")
+    pieces = [
+        _negative_log_probability(weight, bias, block, target)
+        for block, target in zip(
+            hidden.flatten(0, 1).split(BLOCK_TOKENS), targets.flatten().split(BLOCK_TOKENS), strict=True
+        )
+    ]
+    return torch.cat(pieces).view(targets.shape)
+
+
+def _negative_log_probability(weight: Tensor, bias: Tensor | None, hidden: Tensor, target: Tensor) -> Tensor:
+    """[n] of hidden states [n, D] and target words [n], over slices of the vocabulary."""
+    logits = (hidden.float() * weight[target].float()).sum(dim=-1)
+    if bias is not None:
+        logits = logits + bias[target].float()
+    total: Tensor | None = None
+    for start in range(0, weight.shape[0], BLOCK_WORDS):
+        words = slice(start, start + BLOCK_WORDS)
+        block = F.linear(hidden, weight[words], None if bias is None else bias[words])
+        mass = softmax_and_unit(block.float())[1].squeeze(-1)
+        total = mass if total is None else torch.logaddexp(total, mass)
+    assert total is not None
+    return total - logits

@@ -161,7 +161,7 @@ class ContextMemory:
         by_token = isinstance(layer.map, TokenMap)
         device = layer.window.keys.device
         count = layer.store.used
-        span_of_token = layer.shared.spans.padded(count, layer.shared.spans.lengths.shape[1])[:, :-1]
+        span_of_token = layer.shared.spans.table(count, layer.shared.spans.lengths.shape[1]).of_token[:, :-1]
         spans = layer.shared.spans.lengths
         keys, values = layer.codec.decode(layer.store.all_rows(device))
         slot_token, slots = layer.slots.token_index(count), layer.slots.decode(layer.codec)

@@ -92,12 +92,12 @@ class Calls:
 
     def __init__(self, monkeypatch, stop_after: int | None = None) -> None:
         self.ran: list[tuple[str, str]] = []
-        whole = Toy._answer
+        whole = Toy._answers
 
-        def counted(bench, backbone, sample, prompt, cache, prefill_seconds):
+        def counted(bench, backbone, batch, cache, *rest):
             if stop_after is not None and len(self.ran) >= stop_after:
                 raise KeyboardInterrupt
-            self.ran.append((sample.id, cache.method))
-            return whole(bench, backbone, sample, prompt, cache, prefill_seconds)
+            self.ran.extend((sample.id, cache.method) for sample, _ in batch)
+            return whole(bench, backbone, batch, cache, *rest)
 
-        monkeypatch.setattr(Toy, "_answer", counted)
+        monkeypatch.setattr(Toy, "_answers", counted)

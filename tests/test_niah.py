@@ -1,6 +1,11 @@
 """Needle in a haystack (G4): facts are scored, not wording; lengths are in the model's tokens; needles stand whole."""
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +19,7 @@ from kvcore.bench.niah.scoring import needle_recall
 from kvcore.method import build_method
 from kvcore.tiny import byte_tokenizer
 
+ROOT = Path(__file__).resolve().parent.parent
 NEEDLE = "The special magic number for Oslo is 7312345."
 TEXT = "First sentence here. Second one follows! Is this the third? The fourth ends it."
 
@@ -139,3 +145,31 @@ def test_g1_full_answers_as_plain_generate_on_the_chat_prompt(backbone):
     assert row["prediction"] == expected
     assert row["prompt_tokens"] == chat["input_ids"].shape[1]
     assert row["device_share"] == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.slow
+def test_g9_the_command_on_two_processes_gives_the_recall_of_one(tmp_path):
+    """The real command, in batches: as many predictions, unique ids, equal predictions and scores."""
+    arguments = [
+        *(str(ROOT / "evaluate.py"), "bench=niah", "backbone=tiny", "backbone.device=cpu", "backbone.dtype=float32"),
+        *("method=[full,streaming_llm]", "budget=0.3", "plots=false", "bench.niah.haystacks=[noise]"),
+        *("bench.niah.contexts=[200,400]", "bench.niah.depths=[0,0.3,0.6,1]", "bench.niah.max_new_tokens=6"),
+    ]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    results = []
+    for name, start, batch_size in (("one", [], 1), ("two", launch, 3)):
+        command = [sys.executable, *start, *arguments, f"bench.niah.batch_size={batch_size}", f"output_dir={name}"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        results.append(json.loads((tmp_path / name / "results.json").read_text()))
+    two = results[1]
+    assert len(list((tmp_path / "two").glob("samples.*.jsonl"))) == 2
+    assert max(row["batch"] for row in two["samples"]) > 1
+    columns = ("id", "label", "context", "prediction", "score")
+    rows = [[tuple(row[column] for column in columns) for row in each["samples"]] for each in results]
+    assert rows[0] == rows[1]
+    assert len(set(rows[1])) == len(rows[1]) == 16
+    columns = ("task", "context", "method", "n", "value")
+    values = [[tuple(row[column] for column in columns) for row in each["summary"]] for each in results]
+    assert values[0] == values[1]

@@ -14,8 +14,9 @@ from foundation_cases import SMALL
 import kvcore.bench.generation
 from kvcore.backbone import BackboneConfig, load_backbone
 from kvcore.bench.base import MethodRun, Sample
-from kvcore.bench.generation import StopStrings, greedy_answer
+from kvcore.bench.generation import greedy_answers
 from kvcore.bench.runner import evaluate
+from kvcore.bench.stopping import StopStrings
 from kvcore.budget import UnreachableBudgetError
 from kvcore.method import build_method
 from kvcore.tiny import byte_tokenizer
@@ -106,16 +107,14 @@ def test_g7_generation_stops_at_every_end_id_and_at_stop_strings(backbone):
     sample = Sample(id="x", task="a", max_new_tokens=12)
     ids = backbone.tokenizer("some prompt").input_ids
     cache = build_method("full").new_cache(backbone.model)
-    free = greedy_answer(backbone, sample, ids, cache)
+    free = greedy_answers(backbone, sample, [ids], cache)[0]
     assert len(free) == 12
     cut = Sample(id="x", task="a", max_new_tokens=12, extra_eos_ids=(free[3],))
-    assert (
-        greedy_answer(backbone, cut, ids, build_method("full").new_cache(backbone.model))
-        == free[: free.index(free[3]) + 1]
-    )
+    cut_short = greedy_answers(backbone, cut, [ids], build_method("full").new_cache(backbone.model))[0]
+    assert cut_short == free[: free.index(free[3]) + 1]
     backbone.model.generation_config.eos_token_id = [299, free[1]]
     try:
-        stopped = greedy_answer(backbone, sample, ids, build_method("full").new_cache(backbone.model))
+        stopped = greedy_answers(backbone, sample, [ids], build_method("full").new_cache(backbone.model))[0]
     finally:
         backbone.model.generation_config.eos_token_id = None
     assert stopped == free[: free.index(free[1]) + 1]
@@ -132,22 +131,24 @@ def test_g7_stop_strings_are_found_across_tokens_and_only_in_the_answer():
 
 
 @pytest.mark.slow
-def test_g9_two_processes_give_the_score_of_one(tmp_path):
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_g9_two_processes_give_the_score_of_one(tmp_path, batch_size):
     program = (
         "import sys, json; from pathlib import Path; from evaluation_cases import toy_plan;"
         "from kvcore.bench.runner import evaluate; import torch; torch.set_num_threads(1);"
-        "evaluate(*toy_plan(), Path(sys.argv[1]))"
+        "evaluate(*toy_plan(bench__toy__batch_size=int(sys.argv[2])), Path(sys.argv[1]))"
     )
     script = tmp_path / "job.py"
     script.write_text(program.replace("; ", ";").replace(";", "\n"))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     # on CPUs `accelerate launch --cpu --num_processes 2` starts one process only: torchrun starts both
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    launch += [str(script), str(tmp_path / "two")]
+    launch += [str(script), str(tmp_path / "two"), str(batch_size)]
     done = subprocess.run(launch, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     one = evaluate(*toy_plan(), tmp_path / "one")
+    assert max(row["batch"] for row in two["samples"]) == batch_size
     assert len(list((tmp_path / "two").glob("samples.*.jsonl"))) == 2
     for results in (one, two):
         full = [row for row in results["samples"] if row["label"] == "full"]

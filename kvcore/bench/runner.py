@@ -6,10 +6,9 @@ rows, and the main process puts them together, so the score is that of one proce
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvcore.backbone import Backbone, load_backbone
 from kvcore.bench.base import Benchmark, MethodRun, Sample
+from kvcore.bench.batching import work_groups
 from kvcore.bench.generation import GenerationBenchmark
 from kvcore.bench.plan import EvaluationPlan
 from kvcore.bench.results import SCHEMA, SampleStore, summarise, write_atomically
@@ -30,7 +30,6 @@ from kvcore.environment import environment
 from kvcore.log import get_logger
 
 log = get_logger(__name__)
-LARGEST_GROUP = 16
 
 
 class OutputFolder:
@@ -131,7 +130,7 @@ def _run_bench(
     state: PartialState,
 ) -> None:
     samples = list(enumerate(bench.samples(backbone)))
-    groups = list(_groups(bench, samples, state.num_processes))[state.process_index :: state.num_processes]
+    groups = _groups(bench, backbone, samples, state.num_processes)[state.process_index :: state.num_processes]
     keys = {id(run): plan.run_key(bench, run) for run in runs}
     total = sum(len(group) for group in groups) * len(runs)
     with _progress(bench.name, total, state.is_main_process) as advance:
@@ -170,20 +169,18 @@ def _run_bench(
 
 
 def _groups(
-    bench: Benchmark, samples: list[tuple[int, Sample]], num_processes: int = 1
-) -> Iterator[list[tuple[int, Sample]]]:
-    """Consecutive samples with the same context, which share one prefill.
-
-    A group is what one process finishes before its rows are stored, so it is cut: every process gets a share of a
-    context that all samples have (few-shot prompts), and an interrupted run loses at most `LARGEST_GROUP` samples.
-    """
-    if not isinstance(bench, GenerationBenchmark) or bench.compress_question:
-        yield from ([one] for one in samples)
-        return
-    for _, group in itertools.groupby(samples, key=lambda item: (item[1].context, item[1].task)):
-        members = list(group)
-        size = max(1, min(LARGEST_GROUP, -(-len(members) // num_processes)))
-        yield from (members[start : start + size] for start in range(0, len(members), size))
+    bench: Benchmark, backbone: Backbone, samples: list[tuple[int, Sample]], num_processes: int
+) -> list[list[tuple[int, Sample]]]:
+    if not isinstance(bench, GenerationBenchmark):
+        return [[one] for one in samples]
+    batched = bench.batch_size > 1
+    return work_groups(
+        samples,
+        num_processes,
+        share_context=not bench.compress_question,
+        batch_size=bench.batch_size,
+        lengths=[bench.lengths(backbone, sample) for _, sample in samples] if batched else (),
+    )
 
 
 def _sample_key(sample: Sample) -> str:

@@ -96,5 +96,5 @@ def truncate_at(text: str, stops: Sequence[str]) -> str:
 
 
 def strip_thinking(text: str) -> str:
-    """The text without `<think>...</think>` parts; an unclosed one runs to the end."""
-    return _THINKING.sub("", text)
+    """The text without `<think>...</think>` parts; an unclosed one runs to the end, an unopened one from the start."""
+    return _THINKING.sub("", text).rpartition("</think>")[2]

@@ -59,7 +59,7 @@ def cut_middle(tokenizer: PreTrainedTokenizerBase, context: str, question: str, 
 
 
 def prompt_room(backbone: Backbone, max_new_tokens: int, chat: bool, system: str | None = None) -> int:
-    """Tokens that context and question may take: the model's length less the answer, BOS and the chat template."""
+    """Tokens that context and question may take: the model's length less answer, thinking, BOS and chat template."""
     config = backbone.config
     empty = build_prompt(
         backbone.tokenizer,
@@ -69,4 +69,4 @@ def prompt_room(backbone: Backbone, max_new_tokens: int, chat: bool, system: str
         system=system,
         enable_thinking=config.enable_thinking,
     )
-    return backbone.spec.max_positions - max_new_tokens - len(empty.ids)
+    return backbone.spec.max_positions - max_new_tokens - backbone.thinking_room(chat) - len(empty.ids)

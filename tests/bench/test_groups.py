@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.bench.base import Sample, build_bench
-from kvcore.bench.runner import LARGEST_GROUP, _groups
+from kvcore.bench.base import Sample
+from kvcore.bench.batching import LARGEST_GROUP, work_groups
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from kvcore.bench.runner import LARGEST_GROUP, _groups
 )
 def test_a_shared_context_is_cut_into_groups(num_processes, sizes):
     samples = [(i, Sample(id=str(i), task="t", context="shared")) for i in range(40)]
-    groups = list(_groups(build_bench("gsm8k"), samples, num_processes))
+    groups = work_groups(samples, num_processes)
     assert [len(group) for group in groups] == sizes
     assert max(sizes) <= LARGEST_GROUP
     assert [sample for group in groups for sample in group] == samples

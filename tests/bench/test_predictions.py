@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcore.bench.base import MethodRun, Sample, build_bench
-from kvcore.bench.generation import greedy_answer
+from kvcore.bench.generation import greedy_answers
 from kvcore.method import build_method
 
 
@@ -113,7 +113,7 @@ def test_generation_stops_at_every_end_of_the_model_and_of_the_task(tiny_backbon
 
     def answer(**fields):
         sample = Sample(id="x", task="t", max_new_tokens=12, **fields)
-        return greedy_answer(tiny_backbone, sample, ids, run.new_cache(tiny_backbone))
+        return greedy_answers(tiny_backbone, sample, [ids], run.new_cache(tiny_backbone))[0]
 
     with torch.inference_mode():
         free = answer()

@@ -92,3 +92,4 @@ def test_cutting_answers():
     # G7
     assert strip_thinking("<think>12</think>\n34") == "\n34"
     assert strip_thinking("<think>never closed 12") == ""
+    assert strip_thinking("opened by the template 12</think>\n34") == "\n34"

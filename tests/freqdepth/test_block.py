@@ -63,7 +63,7 @@ def test_all_coefficients_unquantised_equal_the_full_cache(model, monkeypatch, o
     assert cache.blocks[0].rows[0].num_middle > 100
     full = build_method("freqdepth").new_cache(model, budget=1.0)
     prefill(model, full, torch.randint(5, 300, (1, 150), generator=torch.Generator().manual_seed(0)))
-    assert (logits_after(model, cache, 24) - logits_after(model, full, 24)).abs().max() < 1e-3
+    assert (logits_after(model, cache, 24) - logits_after(model, full, 24)).abs().max() < 2e-4
     # 24 steps make the window overflow: folded tokens are exact in a complete basis, too
     report = cache.blocks[0].rows[0].report
     assert report.folded_tokens == 24
@@ -92,11 +92,14 @@ def test_attention_equals_attention_over_the_reconstruction(
     assert set(row.report.modes) <= {"residual", "shared"}
     assert "residual" in row.report.modes
     keys, values = (side.rebuild(side.coefficients.coefficients()) for side in (row.keys, row.values))
-    for side, residual in ((keys, row.residual_keys), (values, row.residual_values)):
+    for side, residual, basis in (
+        (keys, row.residual_keys, row.keys.basis),
+        (values, row.residual_values, row.values.basis),
+    ):
         for layer in range(2):
             rebuilt = side[layer].flatten(0, 1)
             for index, head in enumerate(residual.heads):
-                rebuilt[head, :8] += residual.layer(layer, torch.float32)[index]
+                rebuilt[head, :8] += residual.layer(layer, torch.float32, basis)[index]
     query, key, value = (
         torch.randn(8, num_queries, 16),
         torch.randn(2, num_queries, 16),
@@ -137,7 +140,7 @@ def test_window_follows_its_policy_and_folding_is_bounded(model) -> None:
         assert row.window_keys[0].shape[1] == 4 + exact
         assert torch.equal(row.window_keys[0][:, 4:], full.layers[0].keys[0][:, -exact:])
         assert torch.equal(row.window_values[0][:, :4], full.layers[0].values[0][:, :4])
-        assert row.attended == 400 + step
+        assert row.attended(0) == 400 + step
         for each in (cache, full):
             with torch.no_grad():
                 model(more[:, step : step + 1], cache=each)

@@ -98,6 +98,19 @@ def test_no_future_token_reaches_a_query(model, form):
     assert torch.equal(decoded(model, ids, changed, step=24, **FORMS[form])[1][:, :12], before)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_decoding_with_autograd_enabled_is_the_same(form):
+    model = build_tiny(eos_token_id=None, **SMALL)[0]
+    ids, more = token_ids(1, 120), token_ids(1, 40, 1)
+    expected = decoded(model, ids, more, budget=0.4, **FORMS[form])[1]
+    with torch.inference_mode(False), torch.enable_grad():
+        fresh = build_tiny(eos_token_id=None, **SMALL)[0]
+        ids, more = token_ids(1, 120), token_ids(1, 40, 1)
+        cache, logits = decoded(fresh, ids, more, budget=0.4, **FORMS[form])
+    assert torch.equal(logits.detach(), expected)
+    assert not any(tensor.requires_grad for state in cache.stored_states() for tensor in state.tensors())
+
+
 def test_chunked_prefill_equals_whole(model):
     ids, more = token_ids(1, 120), token_ids(1, 8, 1)
     _, whole = decoded(model, ids, more)
@@ -136,6 +149,69 @@ def test_generated_tokens_become_spans(model):
     assert layer.map.coarse_values.shape[2] == spans.lengths.shape[1]
 
 
+def fed_row_by_row_lengths(model, cache, more, step):
+    """Logits of `more` [rows, tokens] after prompts of unequal lengths."""
+    pads, parts = torch.tensor(cache.padding)[:, None], []
+    for piece in more.split(step, dim=1):
+        positions = cache.logical_length + torch.arange(piece.shape[1])[None] - pads
+        mask = (torch.arange(cache.logical_length + piece.shape[1])[None] >= pads).long()
+        parts.append(model(input_ids=piece, attention_mask=mask, position_ids=positions, cache=cache).logits)
+    return torch.cat(parts, dim=1)
+
+
+@pytest.fixture(scope="module")
+def precise():
+    """In fp64: fp32 noise of the prefill may move a token across a threshold, and everything after it."""
+    return build_tiny(eos_token_id=None, dtype=torch.float64, **SMALL)[0]
+
+
+# prompt lengths and budget: blocks of unequal sizes; rows without a map; a cap in tokens
+UNEQUAL = {"blocks": ((400, 150, 60, 9), 0.4), "no_map": ((300, 290, 40), 0.25), "cap": ((700, 120, 60), 96)}
+# the sketch's basis is kept in fp16, so its estimates carry noise: that form is compared where all is zoomed into
+UNEQUAL_CASES = [
+    *((form, {}, *UNEQUAL[case], 1) for form in FORMS for case in UNEQUAL if form != "sketch"),
+    *((form, {}, *UNEQUAL["blocks"], 6) for form in FORMS if form != "sketch"),
+    *((form, EXACT, (400, 150, 60, 9), 0.99, step) for form in FORMS for step in (1, 6) if form != "published"),
+]
+
+
+def assert_same_map(cache, row, solo):
+    """The row's spans, means and codes, after its spills, are those of the run alone."""
+    ours, own = cache.layers[-1].map, solo.layers[-1].map
+    tokens, spans = (0, 0) if own is None else (int(own.tokens), int(own.spans))
+    assert (int(ours.tokens[row]), int(ours.spans[row])) == (tokens, spans)
+    assert int(cache.layers[-1].store.counts[row]) == int(solo.layers[-1].store.counts)
+    if own is None:
+        return
+    torch.testing.assert_close(ours.coarse_values[row, :, :spans], own.coarse_values[0, :, :spans], atol=1e-4, rtol=0)
+    for name in ("lengths", "starts"):
+        of_row, alone = getattr(cache.shared.spans, name)[row], getattr(solo.shared.spans, name)[0]
+        assert torch.equal(of_row[:spans], alone[:spans])
+    if hasattr(own, "sketch"):
+        differ = ours.sketch.codes[row, ..., :tokens] != own.sketch.codes[0, ..., :tokens]
+        assert float(differ.float().mean()) < 1e-2
+
+
+@pytest.mark.parametrize(("form", "more_options", "lengths", "budget", "step"), UNEQUAL_CASES)
+def test_rows_of_a_very_unequal_batch_equal_runs_alone(precise, form, more_options, lengths, budget, step):
+    model = precise
+    # a code of an 8-bit row may move by one level
+    options = {**FORMS[form], "row_bits": 0, "checkpoint": "none", **more_options}
+    prompts, more = [token_ids(1, n, n) for n in lengths], token_ids(len(lengths), 66, 1)
+    padded = torch.cat([torch.nn.functional.pad(p, (max(lengths) - p.shape[1], 0)) for p in prompts])
+    mask = (torch.arange(max(lengths))[None] >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+    cache = build_method("sekv", **options).new_cache(model, budget)
+    prefill(model, cache, padded, mask)
+    blocks = {plan.block for plan in cache.layers[0].plans}
+    logits = fed_row_by_row_lengths(model, cache, more, step)
+    assert len(blocks) > 1 or isinstance(budget, int)
+    for row, prompt in enumerate(prompts):
+        solo, alone = decoded(model, prompt, more[row : row + 1], budget, step, **options)
+        assert solo.layers[0].blocks >= 2
+        torch.testing.assert_close(logits[row], alone[0], atol=1e-3, rtol=1e-3, msg=lambda m, row=row: f"{row}: {m}")
+        assert_same_map(cache, row, solo)
+
+
 def test_low_rank_factors_travel(model):
     published = {**FORMS["published"], "row_bits": 0, "max_rank": 2, "gates": True, "min_span": 16, "span_tokens": 32}
     cache, logits = decoded(model, token_ids(1, 400), token_ids(1, 6, 1), budget=0.5, **published)
@@ -172,14 +248,3 @@ def test_h1_values_that_are_not_finite_name_the_layer(model):
             prefill(model, cache, token_ids(1, 50))
     finally:
         weight.copy_(kept)
-
-
-@pytest.mark.slow
-def test_device_bytes_follow_the_budget_through_1024_tokens(model):
-    cache = build_method("sekv", checkpoint="none").new_cache(model, 0.3)
-    prefill(model, cache, token_ids(1, 900))
-    for step in range(16):
-        model(input_ids=token_ids(1, 64, step), cache=cache)
-        share = cache.memory_bytes()[0] / cache.spec.full_bytes(cache.logical_length)
-        assert 0.3 * 0.96 <= share <= 0.3 * 1.02, step
-    assert cache.ledger.device_share <= 0.3 * 1.02

@@ -8,7 +8,7 @@ from sekv.factors import FactorStore, factorise
 from sekv.lowrank import rows_are_cheaper, truncated_svd
 from sekv.routing import Router, RouterConfig, straight_through
 from sekv.rows import RowCodec, Rows, make_store
-from sekv.sketch import Sketch
+from sekv.sketch import Sketch, SketchForm
 from sekv.slots import EMPTY, PINNED, Slots
 from sekv.summary import span_directions, span_means
 
@@ -62,7 +62,7 @@ def test_factor_store_returns_full_rank_rows_and_moves_less_when_gates_close():
     config = RouterConfig(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, max_rank=4, gates=True)
     router = Router(config)
     low = torch.cat([randn(1, 2, 60, 3) @ randn(1, 2, 3, 8, seed=s) for s in (1, 2)], dim=-1)
-    store = make_store(Rows(low, None), offload=True, pin=False)
+    store = make_store(Rows(low, None), True, False, torch.tensor([60]))
     factored, ranks = factorise(store, spans, 3, 4, Router(_ungated(config)), 0, "layer 0")
     assert isinstance(factored, FactorStore) and int(ranks.max()) <= 4
     head, token = torch.tensor([0, 1, 1]), torch.tensor([5, 59, 21])
@@ -73,7 +73,9 @@ def test_factor_store_returns_full_rank_rows_and_moves_less_when_gates_close():
     gated, kept = factorise(store, spans, 3, 4, router, 0, "layer 0")
     assert int(kept.max()) == 1
     assert gated.fetch(head, token, torch.device("cpu"))[1] < moved
-    raw, _ = factorise(make_store(Rows(data, None), True, False), spans, 3, 16, router, 0, "layer 0")
+    raw, _ = factorise(
+        make_store(Rows(data, None), True, False, torch.tensor([60])), spans, 3, 16, router, 0, "layer 0"
+    )
     assert not isinstance(raw, FactorStore)  # 20 tokens of 8 channels: factors would be larger
 
 
@@ -93,21 +95,43 @@ def test_eight_bit_rows_are_close_and_exact_rows_exact():
     assert torch.equal(exact.decode(exact.encode(keys, values))[0], keys)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_sketch_logits_equal_those_of_the_decoded_form(bits):
+@pytest.mark.parametrize(("fine", "bits"), [(12, 4), (12, 8), (4, 4), (0, 4), (4, 8), (12, 2)])
+def test_sketch_logits_equal_those_of_the_decoded_form(fine, bits):
     keys, query = randn(2, 2, 70, 16), randn(2, 4, 3, 16, seed=1)
     visible = torch.arange(70) < torch.tensor([[70], [40]])
     moment = query.unflatten(1, (2, 2)).flatten(2, 3)
-    sketch, _ = Sketch.fit(keys, visible, moment.mT @ moment, 8, bits)
+    sketch, _ = Sketch.fit(keys, visible, moment.mT @ moment, SketchForm.fitting(12, fine, bits))
     summary = sketch.summary(torch.zeros(2, 70, dtype=torch.long), torch.ones(2, 1))
     from sekv.routing import token_logits
 
     torch.testing.assert_close(sketch.logits(query), token_logits(query, summary), atol=1e-4, rtol=1e-4)
 
 
+def test_sketch_codes_are_the_nearest_levels_and_take_the_stated_bytes():
+    keys, visible = randn(1, 2, 60, 16), torch.ones(1, 60, dtype=torch.bool)
+    for fine, bits, token_bytes in ((4, 4, 4), (12, 4, 6), (4, 8, 6), (0, 4, 3)):
+        form = SketchForm.fitting(12, fine, bits)
+        sketch, analysis = Sketch.fit(keys, visible, None, form)
+        assert form.token_bytes == token_bytes == sketch.codes.shape[2]
+        # the literal form: every coordinate to the nearest of its levels
+        wanted = (keys - sketch.centre.unsqueeze(2)) @ analysis.mT
+        levels = torch.tensor([2**bits - 1] * form.fine + [3] * (12 - form.fine))
+        nearest = ((wanted - sketch.low.unsqueeze(2)) / sketch.step.unsqueeze(2)).round().clamp_min(0).minimum(levels)
+        expected = sketch.low.unsqueeze(2) + nearest * sketch.step.unsqueeze(2)
+        torch.testing.assert_close(sketch.coordinates(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_sketch_forms_leave_whole_bytes_to_the_coarse_part():
+    for dims in range(2, 66, 2):
+        for fine in range(0, 66, 2):
+            form = SketchForm.fitting(dims, fine, 4)
+            assert form.fine >= min(fine, dims) and (form.dims - form.fine) % 4 == 0 and form.fine % 2 == 0
+            assert 8 * form.token_bytes == 4 * form.fine + 2 * (form.dims - form.fine)
+
+
 def test_full_sketch_estimates_logits_well():
     keys, query = randn(1, 2, 200, 16), randn(1, 4, 1, 16, seed=1)
-    sketch, _ = Sketch.fit(keys, torch.ones(1, 200, dtype=torch.bool), None, 16, 8)
+    sketch, _ = Sketch.fit(keys, torch.ones(1, 200, dtype=torch.bool), None, SketchForm(16, 16, 8))
     exact = (query.unflatten(1, (2, 2)).flatten(2, 3) @ keys.mT).view(1, 4, 1, 200)
     assert float((sketch.logits(query) - exact).abs().max()) < 0.2
 
@@ -135,11 +159,13 @@ def test_slots_give_up_the_least_recently_used_and_never_the_pinned():
     rows = Rows(torch.arange(4.0).view(1, 1, 4, 1), None)
     token, rank = torch.tensor([[[0, 1, 2, -1]]]), torch.tensor([[[PINNED, 3.0, 1.0, EMPTY]]])
     slots = Slots(rows, token, rank)
-    new = Rows(torch.full((1, 1, 3, 1), 9.0), None)
-    slots.put(new, torch.tensor([[[10, 11, 12]]]), torch.tensor([[[True, True, False]]]), step=5)
+    new, head, column = Rows(torch.full((3, 1), 9.0), None), torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    slots.put(new.map(lambda t: t[:2]), head[:2], column[:2], torch.tensor([10, 11]), 3, step=5)
     assert sorted(slots.token.flatten().tolist()) == [0, 1, 10, 11]
-    slots.put(new, torch.tensor([[[20, 21, 22]]]), torch.ones(1, 1, 3, dtype=torch.bool), step=6)
+    slots.put(new, head, column, torch.tensor([20, 21, 22]), 3, step=6)
     assert sorted(slots.token.flatten().tolist()) == [0, 20, 21, 22]
+    slots.put(Rows(torch.zeros(4, 1), None), head.repeat(2)[:4], torch.arange(4), torch.arange(30, 34), 4, step=7)
+    assert sorted(slots.token.flatten().tolist()) == [0, 30, 31, 32]  # the fourth finds no slot
     slots.resize([2])
     assert 0 in slots.token.flatten().tolist() and slots.count == 2
     slots.resize([5])
