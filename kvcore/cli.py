@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -19,6 +20,13 @@ from kvcore.options import did_you_mean
 
 USER_ERRORS = (ValueError, NotImplementedError, FileNotFoundError, PermissionError, OmegaConfBaseException)
 INTERRUPTED = 130
+# Hydra's plugins that run the jobs of a sweep (-m): choice of hydra/launcher -> module of the plugin
+LAUNCHERS = {
+    "joblib": "hydra_joblib_launcher",
+    "submitit_local": "hydra_submitit_launcher",
+    "submitit_slurm": "hydra_submitit_launcher",
+    "ray": "hydra_ray_launcher",
+}
 
 
 def config_dir() -> Path:
@@ -33,7 +41,12 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
 
     A user's mistake ends with one clear message and exit code 2, an interruption with 130; nothing is swallowed.
     """
-    problem = check_overrides(sys.argv[1:], config_name) or check_composition(sys.argv[1:], config_name)
+    arguments = sys.argv[1:]
+    problem = (
+        check_launcher(arguments)
+        or check_overrides(arguments, config_name)
+        or check_composition(arguments, config_name)
+    )
     if problem:
         fail(problem)
 
@@ -65,6 +78,25 @@ def groups() -> dict[str, list[str]]:
         for folder in sorted(config_dir().iterdir())
         if folder.is_dir() and any(folder.glob("*.yaml"))
     }
+
+
+def check_launcher(arguments: list[str]) -> str | None:
+    """A message when a sweep asks for a launcher whose plugin is unknown or not installed.
+
+    Args:
+        arguments: command line without the program's name.
+    """
+    for argument in arguments:
+        key, _, name = argument.partition("=")
+        if key != "hydra/launcher" or name == "basic":
+            continue
+        if name not in LAUNCHERS:
+            return f"unknown hydra/launcher '{name}'. {did_you_mean(name, ['basic', *LAUNCHERS])}"
+        plugins = importlib.util.find_spec("hydra_plugins")
+        if plugins is None or importlib.util.find_spec(f"hydra_plugins.{LAUNCHERS[name]}") is None:
+            package = LAUNCHERS[name].replace("_", "-")
+            return f"hydra/launcher={name} needs the plugin {package}, which is not installed: pip install {package}"
+    return None
 
 
 def check_overrides(arguments: list[str], config_name: str) -> str | None:

@@ -16,7 +16,7 @@ from kvcore.attention import SUPPORTED_MODEL_TYPES
 from kvcore.backbone import BackboneConfig
 from kvcore.bench.base import bench_names, build_bench
 from kvcore.bench.plan import TOP_LEVEL_KEYS, evaluation_plan, method_from_config
-from kvcore.cli import config_dir, groups, resolved
+from kvcore.cli import LAUNCHERS, check_launcher, config_dir, groups, resolved
 from kvcore.method import build_method, method_names
 from kvcore.options import typed_options
 from kvcore.tracking import LoggerConfig
@@ -134,6 +134,56 @@ def test_every_experiment_is_a_valid_plan(compose, name):
     if primary == "evaluate":
         plan = evaluation_plan(plain)
         assert plan.benches and plan.runs
+
+
+# the article's tables and figures: each has a quick form on the embedded backbone and one in the article's setting
+REPRODUCTIONS = {name.removesuffix("_paper") for name in files("experiment") if name.endswith("_paper")}
+
+
+def test_every_table_and_figure_of_the_articles_is_there():
+    sekv_tables = {"main", "niah", "memory", "latency", "gsm8k", "ablation", "budget", "zoom"}
+    wanted = {f"sekv_{name}" for name in sekv_tables} | {"freqdepth_main", "freqdepth_ablation", "pareto"}
+    assert wanted == REPRODUCTIONS
+    assert wanted <= set(files("experiment"))
+
+
+@pytest.mark.parametrize("name", sorted(REPRODUCTIONS))
+def test_an_experiment_of_the_articles_has_a_quick_form_and_the_papers(compose, name):
+    quick, paper = compose("evaluate", f"experiment={name}"), compose("evaluate", f"experiment={name}_paper")
+    assert quick["backbone"]["embedded_package"] is not None
+    assert paper["backbone"]["path"].startswith(("meta-llama/", "Qwen/"))
+    chosen = evaluation_plan(compose("evaluate", f"experiment={name}_paper", "backbone=llama31_8b"))
+    assert chosen.backbone.name == "llama31_8b"
+    assert [run.label for run in chosen.runs] == [run.label for run in evaluation_plan(quick).runs]
+    assert quick["limit"] is None or quick["limit"] <= 8
+
+
+def test_what_an_experiment_says_holds_against_the_defaults(compose):
+    plain = compose("evaluate", "experiment=sekv_budget")
+    assert (plain["budget"], plain["on_unreachable"]) == ([0.05, 0.1, 0.15, 0.2], "skip")
+    assert compose("evaluate", "experiment=sekv_budget", "budget=0.3")["budget"] == 0.3
+
+
+@pytest.mark.parametrize("method", ["sekv", "freqdepth"])
+@pytest.mark.parametrize("form", ["", "_paper"])
+def test_ablation_experiments_hold_every_ablation(compose, method, form):
+    labels = set(compose("evaluate", f"experiment={method}_ablation{form}")["method"])
+    assert {name for name in files("ablation") if name.startswith(f"{method}_")} | {method, "full"} <= labels
+
+
+def test_an_experiment_opens_with_its_package_and_its_command():
+    for name in files("experiment"):
+        first, second = (config_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:2]
+        assert first == "# @package _global_", name
+        assert second.startswith(f"# python evaluate.py experiment={name}"), name
+
+
+def test_a_launcher_without_its_plugin_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(LAUNCHERS, "joblib", "hydra_absent_launcher")
+    assert check_launcher(["-m", "hydra/launcher=basic", "seed=0,1"]) is None
+    message = check_launcher(["-m", "hydra/launcher=joblib", "seed=0,1"])
+    assert "hydra-absent-launcher" in message and "pip install" in message
+    assert "Did you mean 'joblib'" in check_launcher(["hydra/launcher=joblip"])
 
 
 @pytest.mark.parametrize("group", ["recipe", "train", "data"])

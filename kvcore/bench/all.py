@@ -9,6 +9,7 @@ from kvcore.bench.longbench import LongBench
 from kvcore.bench.niah import NeedleInAHaystack
 from kvcore.bench.ruler import Ruler
 from kvcore.bench.samsum import SAMSum
+from kvcore.bench.zoom import Zoom
 
 __all__ = [
     "GSM8K",
@@ -20,4 +21,5 @@ __all__ = [
     "NeedleInAHaystack",
     "Ruler",
     "SAMSum",
+    "Zoom",
 ]

@@ -14,6 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
 STYLE = "tableau-colorblind10"
 MARKERS = "osD^vP*X<>hp"
@@ -34,18 +35,23 @@ def plot_results(results: dict[str, Any], folder: Path) -> list[Path]:
             if any("depth" in row for row in samples):
                 paths.append(needle_heatmaps(samples, folder / f"{bench}_heatmap.png"))
             for metric in dict.fromkeys(row["metric"] for row in summary):
-                rows = _overall([row for row in summary if row["metric"] == metric])
+                rows = over_tasks([row for row in summary if row["metric"] == metric])
                 paths.append(quality_against_budget(bench, metric, rows, folder / f"{bench}_{metric}.png"))
     return paths
 
 
-def _overall(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def over_tasks(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Only the rows over all tasks where there are such."""
     overall = [row for row in rows if row["task"] in ("all", "mean")]
     return overall or list(rows)
 
 
 def needle_heatmaps(samples: Sequence[dict[str, Any]], path: Path) -> Path:
+    """`needle_grids` as a file."""
+    return _save(needle_grids(samples), path)
+
+
+def needle_grids(samples: Sequence[dict[str, Any]]) -> Figure:
     """One context x depth grid of recall per method and budget, side by side on one colour scale."""
     runs = list(dict.fromkeys((row["label"], row["budget"]) for row in samples))
     contexts = sorted({row["context"] for row in samples})
@@ -71,7 +77,7 @@ def needle_heatmaps(samples: Sequence[dict[str, Any]], path: Path) -> Path:
         axis.axis("off")
     if image is not None:
         figure.colorbar(image, ax=axes, label="recall of the needle", shrink=0.8)
-    return _save(figure, path)
+    return figure
 
 
 def _recall_grid(
@@ -89,6 +95,11 @@ def _recall_grid(
 
 
 def quality_against_budget(bench: str, metric: str, rows: Sequence[dict[str, Any]], path: Path) -> Path:
+    """`quality_figure` as a file."""
+    return _save(quality_figure(bench, metric, rows), path)
+
+
+def quality_figure(bench: str, metric: str, rows: Sequence[dict[str, Any]]) -> Figure:
     """A metric against the measured device share, one line per method, with confidence intervals.
 
     With one budget only, methods stand side by side on the horizontal axis instead.
@@ -103,7 +114,7 @@ def quality_against_budget(bench: str, metric: str, rows: Sequence[dict[str, Any
                 (row for row in rows if row["method"] == method and row["context"] == contexts[-1]),
                 key=lambda row: row["budget"],
             )
-            _line(axis, points, [100 * p["budget"] for p in points], method, MARKERS[index % len(MARKERS)])
+            draw_points(axis, points, [100 * p["budget"] for p in points], method, MARKERS[index % len(MARKERS)])
         axis.set_xlabel(f"nominal budget (% of the full cache's bytes), context {contexts[-1]} tokens")
         axis.legend(fontsize=8)
     else:
@@ -111,7 +122,7 @@ def quality_against_budget(bench: str, metric: str, rows: Sequence[dict[str, Any
             points = [row for row in rows if row["context"] == context]
             offset = (index - (len(contexts) - 1) / 2) * 0.15
             xs = [methods.index(p["method"]) + offset for p in points]
-            _line(axis, points, xs, f"{context} tokens", MARKERS[index % len(MARKERS)], linestyle="none")
+            draw_points(axis, points, xs, f"{context} tokens", MARKERS[index % len(MARKERS)], linestyle="none")
         axis.set_xticks(range(len(methods)), methods, rotation=30, ha="right")
         axis.legend(title="context", fontsize=8)
     values = [row["value"] for row in rows]
@@ -123,10 +134,18 @@ def quality_against_budget(bench: str, metric: str, rows: Sequence[dict[str, Any
     budget_text = "" if len(budgets) > 1 else f", budget {next(iter(budgets), 1.0):g}"
     axis.set_title(f"{bench} on {rows[0]['backbone']}{budget_text}, n={'-'.join(map(str, counts))}, 95% intervals")
     axis.grid(alpha=0.3)
-    return _save(figure, path)
+    return figure
 
 
-def _line(
+def new_figure(width: float, height: float, columns: int = 1, share_y: bool = False) -> tuple[Figure, Any]:
+    """A figure in this project's style and its axes, side by side; sizes in inches."""
+    figure, axes = plt.subplots(
+        1, columns, figsize=(width, height), squeeze=False, sharey=share_y, layout="constrained"
+    )
+    return figure, axes[0]
+
+
+def draw_points(
     axis: Any, points: Sequence[dict[str, Any]], xs: Sequence[float], label: str, marker: str, linestyle: str = "-"
 ) -> None:
     ys = np.array([p["value"] for p in points], dtype=float)

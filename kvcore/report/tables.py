@@ -24,22 +24,31 @@ def print_summary(results: dict[str, Any], console: Console | None = None) -> No
 def summary_table(bench: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Table of one benchmark; over several tasks only their common row is shown."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
+    columns, lines = summary_cells(rows)
+    table = Table(title=f"{bench} on {rows[0]['backbone']} ({', '.join(tasks)})", title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for cells in lines:
+        table.add_row(*cells)
+    return table
+
+
+def summary_cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of one benchmark's table; over several tasks only their common row is shown."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
     overall = [task for task in tasks if task in ("all", "mean")]
     shown = [row for row in rows if row["task"] in (overall or tasks)]
     metrics = list(dict.fromkeys(row["metric"] for row in shown))
-    table = Table(title=f"{bench} on {rows[0]['backbone']} ({', '.join(tasks)})", title_justify="left")
-    table.add_column("method")
-    for name in ("task", "context", "budget", "n", *(METRIC_NAMES.get(m, m) for m in metrics)):
-        table.add_column(name, justify="right")
-    for name in ("device share", "attended", "host MB", "h2d KB/token", "prefill s", "ms/token"):
-        table.add_column(name, justify="right")
+    columns = ["method", "task", "context", "budget", "n", *(METRIC_NAMES.get(m, m) for m in metrics)]
+    columns += ["device share", "attended", "host MB", "h2d KB/token", "prefill s", "ms/token"]
+    lines = []
     for key in dict.fromkeys(_row_key(row) for row in shown):
         group = {row["metric"]: row for row in shown if _row_key(row) == key}
         first = next(iter(group.values()))
         name = first["method"] + (" (reference)" if first.get("reference_only") else "")
         name += f" ({first['note']})" if first.get("note") else ""
         cells = [name, first["task"], str(first["context"]), f"{first['budget']:g}", str(first["n"])]
-        cells += [_with_interval(group[metric]) if metric in group else "-" for metric in metrics]
+        cells += [with_interval(group[metric]) if metric in group else "-" for metric in metrics]
         cells += [
             _format(first.get("device_share"), ".3f"),
             _format(first.get("attended_share"), ".3f"),
@@ -48,15 +57,16 @@ def summary_table(bench: str, rows: Sequence[dict[str, Any]]) -> Table:
             _format(first.get("prefill_seconds"), ".1f"),
             _format(first.get("ms_per_token"), ".0f"),
         ]
-        table.add_row(*cells)
-    return table
+        lines.append(cells)
+    return columns, lines
 
 
 def _row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["method"], row["task"], row["context"], row["budget"], row["budget_scope"]
 
 
-def _with_interval(row: dict[str, Any]) -> str:
+def with_interval(row: dict[str, Any]) -> str:
+    """A value with its 95% interval where there is one."""
     value = f"{row['value']:.4f}" if row["metric"] == "kl" else f"{row['value']:.3f}"
     if row.get("ci_low") is None:
         return value

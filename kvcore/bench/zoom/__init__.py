@@ -1,0 +1,3 @@
+from kvcore.bench.zoom.task import Zoom
+
+__all__ = ["Zoom"]
