@@ -91,7 +91,7 @@ def plan_memory(method: Method, spec: ModelSpec, budget: Budget, context: int) -
 def plan_sekv(method: SeKV, spec: ModelSpec, budget: Budget, context: int) -> MemoryPlan:
     """SeKV's own split; only the number of spans depends on the text, and it moves a few bytes between parts."""
     planner = Planner(spec, budget, method)
-    dims = planner.choose_dims(context)
+    form = planner.choose_sketch(context)
     window, block = planner.window(context)
     window = min(window, context)
     middle = max(context - window - method.num_sinks, 0)
@@ -109,16 +109,16 @@ def plan_sekv(method: SeKV, spec: ModelSpec, budget: Budget, context: int) -> Me
     plan.device = {
         "window": (window + block) * spec.entry_bytes * heads,
         "slots (pinned tokens and factor cache)": split.slots * planner.slot_bytes * heads,
-        "sketch of the keys": planner._sketch_bytes(dims, mapped) * heads if split.mapped and sketch else 0,
+        "sketch of the keys": form.device_bytes(mapped, dim) * heads if split.mapped and sketch else 0,
         "coarse entries": spans * planner.coarse_bytes() * heads if split.mapped else 0,
-        "indices": (mapped + 1) * 8 + (4 * spans if split.mapped else 0) + 4 + 16 * spec.num_layers,
+        "indices": (mapped + 1) * 8 + (12 * spans if split.mapped else 0) + 28 + 16 * spec.num_layers,
         "steps of the row codec": 4 * dim * heads if method.row_bits else 0,
         "expansion buffer (once for all layers)": split.buffer * planner.row_bytes * spec.num_kv_heads,
     }
     rows = (context - window) * planner.row_bytes * heads
     where = plan.host if method.offload else plan.device
     where["token rows"] = rows
-    plan.host["analysis rows of the sketch"] = 4 * dims * dim * heads if sketch else 0
+    plan.host["analysis rows of the sketch"] = 4 * form.dims * dim * heads if sketch else 0
     plan.host["room for generated tokens, once some leave the window"] = rows // STORE_GROWTH
     # the hard limit; the budget may leave a smaller buffer, by a few spans more or fewer
     most = min(math.floor(method.max_zoom * context), mapped)
