@@ -73,7 +73,6 @@ def test_the_new_method_is_evaluated_beside_the_others(checkout):
     assert {row["method"] for row in rows} == {"full", name}
 
 
-@pytest.mark.xfail(strict=True, reason="README.md: the class lacks ignores_budget, step 2 the line with the command")
 def test_the_new_method_passes_the_contract_and_the_checks_of_its_config(checkout):
     folder, name = checkout
     files = ("tests/baselines/test_contract.py", "tests/test_configs.py", "tests/bench/test_batching.py")
