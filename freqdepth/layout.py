@@ -233,12 +233,12 @@ class RowBlock(BatchedState):
     def drop_oldest_fold(self) -> bool:
         """Give up the oldest folded tile; False when there is none."""
         sides = [side for side in (self.keys, self.values) if side is not None]
-        if not sides or self.exact_heads or sides[0].coefficients.classes[0].tail is None:
+        if not sides or self.exact_heads or not sides[0].coefficients.tail_tokens:
             return False
         for side in sides:
             side.coefficients.drop_oldest_tile()
         if self.positions is not None:
-            first = sides[0].coefficients.classes[0].main_tokens
+            first = sides[0].coefficients.main_tokens
             self.positions = torch.cat(
                 [self.positions[:, :first], self.positions[:, first + self.policy.fold :]], dim=1
             )

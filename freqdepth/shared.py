@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from freqdepth.basis import DepthBasis, KltBasis
-from freqdepth.codes import CoefficientStore
+from freqdepth.store import CoefficientStore
 from kvcore.quant import QuantizedTensor
 from kvcore.rope import shift_positions
 from kvcore.state import BatchedState
