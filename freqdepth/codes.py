@@ -80,6 +80,12 @@ class Digits:
         return joined.mul_(self.scale if factor == 1 else self.scale * factor)
 
 
+def code_offsets(widths: list[tuple[int, int]]) -> Tensor:
+    """What is added to the codes of each coefficient before its step: fp32 [R] for (bits, coefficients)."""
+    one = torch.tensor([0.0 if bits == UNQUANTIZED else 0.5 - 2 ** (bits - 1) for bits, _ in widths])
+    return one.repeat_interleave(torch.tensor([count for _, count in widths]))
+
+
 def integer_path(rows: Tensor) -> bool:
     """Whether the product of rows [S, P, K] with codes goes through 8-bit integers: on a CPU by far the fastest."""
     return rows.device.type == "cpu" and rows.shape[0] == 1

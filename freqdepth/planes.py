@@ -10,10 +10,12 @@ Legend: S streams, K plane rows (coefficients), M tokens, c = M / 8 columns, P r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from freqdepth.codes import Digits
+from freqdepth.codes import UNQUANTIZED, Digits
 from kvcore.state import BatchedState
 
 LINES = 8
@@ -29,6 +31,46 @@ def plane_widths(bits: int) -> list[tuple[int, int]]:
             planes.append((width, shift))
             shift += width
     return planes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a run of a plane's rows belongs.
+
+    Attributes:
+        index: into the widths.
+        columns: the coefficients.
+        shift: place of the plane in their codes.
+    """
+
+    index: int
+    columns: slice
+    shift: int
+
+
+def plane_layout(widths: list[tuple[int, int]]) -> dict[int, list[Rows]]:
+    """Per plane width: its rows, in order, for (bits, coefficients) in the coefficients' order."""
+    layout: dict[int, list[Rows]] = {}
+    start = 0
+    for index, (bits, count) in enumerate(widths):
+        for width, shift in [] if bits == UNQUANTIZED else plane_widths(bits):
+            layout.setdefault(width, []).append(Rows(index, slice(start, start + count), shift))
+        start += count
+    return layout
+
+
+def to_planes(x: Tensor, rows: list[Rows]) -> Tensor:
+    """Coefficients' numbers [..., R] as those of plane rows [..., K], times the place values."""
+    return torch.cat([x[..., r.columns] * 2.0**r.shift if r.shift else x[..., r.columns] for r in rows], dim=-1)
+
+
+def add_planes(total: Tensor, x: Tensor, rows: list[Rows]) -> None:
+    """Add plane rows' numbers [..., K], times the place values, to the coefficients' [..., R] in place."""
+    first = 0
+    for r in rows:
+        count = r.columns.stop - r.columns.start
+        total[..., r.columns].add_(x[..., first : first + count], alpha=2.0**r.shift)
+        first += count
 
 
 class Plane(BatchedState):
@@ -65,8 +107,9 @@ class Plane(BatchedState):
 
     def codes(self) -> Tensor:
         """uint8 [S, 8, c, K]."""
-        parts = [(self.packed >> (index * self.width)) & (2**self.width - 1) for index in range(self.num_fields)]
-        return torch.cat(parts, dim=1)
+        shifts = torch.arange(0, 8, self.width, dtype=torch.uint8, device=self.packed.device)
+        fields = self.packed.unsqueeze(1) >> shifts[:, None, None, None]
+        return fields.bitwise_and_(2**self.width - 1).flatten(1, 2)
 
     def _field(self, index: int) -> tuple[Tensor, float]:
         """One field of all bytes [S, w * c, K], below 128, and the factor that makes it codes.

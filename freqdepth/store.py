@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
-from freqdepth.codes import UNQUANTIZED, Digits, encode, integer_path, padded
-from freqdepth.planes import LINES, Plane, plane_widths
+from freqdepth.codes import UNQUANTIZED, Digits, code_offsets, encode, integer_path, padded
+from freqdepth.planes import LINES, Plane, add_planes, plane_layout, to_planes
 from kvcore.state import BatchedState
 
 # Folded tokens join the prompt's when this many have gathered.
@@ -32,8 +32,7 @@ class CoefficientStore(BatchedState):
     def __init__(self, widths: list[tuple[int, int]], raw: list[Tensor], step: Tensor, dtype: torch.dtype) -> None:
         """`raw`: per width, codes (uint8) or coefficients [S, M, R_w]; `dtype` is that of unquantised ones."""
         self.widths, self.step, self.dtype = widths, step, dtype
-        offsets = [offset for bits, count in widths for offset in [_offset(bits)] * count]
-        self.offset = torch.tensor(offsets, device=step.device)
+        self.offset = code_offsets(widths).to(step.device)
         self.planes: list[Plane] = []
         self.dense: Tensor | None = None
         self._fill(raw)
@@ -43,24 +42,14 @@ class CoefficientStore(BatchedState):
         self.main_tokens, self.tail_tokens, self.tile_tokens = raw[0].shape[1], 0, 0
         missing = padded(self.main_tokens) - self.main_tokens
         raw = [F.pad(part, (0, 0, 0, missing)) for part in raw]
-        self.planes = [Plane(width, self._plane_codes(raw, width)) for width in self._plane_layout()]
+        self.planes = [Plane(width, self._plane_codes(raw, width)) for width in plane_layout(self.widths)]
         self.dense = None
         if self.widths[0][0] == UNQUANTIZED:
             self.dense = raw[0].to(self.dtype).unflatten(1, (LINES, -1)).clone()
 
-    def _plane_layout(self) -> dict[int, list[tuple[int, slice, int]]]:
-        """Per plane width: (index into `widths`, coefficients, shift) of its rows, in order."""
-        layout: dict[int, list[tuple[int, slice, int]]] = {}
-        start = 0
-        for index, (bits, count) in enumerate(self.widths):
-            for width, shift in [] if bits == UNQUANTIZED else plane_widths(bits):
-                layout.setdefault(width, []).append((index, slice(start, start + count), shift))
-            start += count
-        return layout
-
     def _plane_codes(self, raw: list[Tensor], width: int) -> Tensor:
         """The rows [S, M, K] of one plane; bits above the plane's are left in."""
-        return torch.cat([raw[index] >> shift for index, _, shift in self._plane_layout()[width]], dim=-1)
+        return torch.cat([raw[rows.index] >> rows.shift for rows in plane_layout(self.widths)[width]], dim=-1)
 
     @property
     def num_tokens(self) -> int:
@@ -98,9 +87,8 @@ class CoefficientStore(BatchedState):
         total: Tensor | None = None
         if self.dense is not None:
             total = torch.matmul(scaled[..., : self.num_dense], self.dense.flatten(1, 2).float().mT)
-        for plane, parts in zip(self.planes, self._plane_layout().values(), strict=True):
-            mine = [scaled[..., columns] * 2.0**shift if shift else scaled[..., columns] for _, columns, shift in parts]
-            part = plane.logits(torch.cat(mine, dim=-1), integer_path(rows))
+        for plane, parts in zip(self.planes, plane_layout(self.widths).values(), strict=True):
+            part = plane.logits(to_planes(scaled, parts), integer_path(rows))
             total = part if total is None else total.add_(part)
         assert total is not None
         ordered = self._token_order(total.unflatten(-1, (LINES, -1)))
@@ -113,24 +101,20 @@ class CoefficientStore(BatchedState):
         output = lines.new_zeros(*lines.shape[:2], self.step.shape[1])
         if self.dense is not None:
             output[..., : self.num_dense] = torch.matmul(lines, self.dense.flatten(1, 2).float())
-        for plane, parts in zip(self.planes, self._plane_layout().values(), strict=True):
-            mixed, first = plane.mix(lines, digits), 0
-            for _, columns, shift in parts:
-                count = columns.stop - columns.start
-                output[..., columns].add_(mixed[..., first : first + count], alpha=2.0**shift)
-                first += count
+        for plane, parts in zip(self.planes, plane_layout(self.widths).values(), strict=True):
+            add_planes(output, plane.mix(lines, digits), parts)
         total = weights.float().sum(-1, keepdim=True)
         return output.addcmul_(total, self.offset).mul_(self.step.unsqueeze(1))
 
     def _raw(self) -> list[Tensor]:
         """Per width, codes or coefficients [S, M, R_w] in token order."""
         found: dict[int, Tensor] = {}
-        for plane, parts in zip(self.planes, self._plane_layout().values(), strict=True):
+        for plane, parts in zip(self.planes, plane_layout(self.widths).values(), strict=True):
             codes = self._token_order(plane.codes().movedim(-1, 1)).mT
-            pieces = codes.split([columns.stop - columns.start for _, columns, _ in parts], dim=-1)
-            for (index, _, shift), piece in zip(parts, pieces, strict=True):
-                shifted = piece << shift
-                found[index] = found[index] | shifted if index in found else shifted
+            pieces = codes.split([rows.columns.stop - rows.columns.start for rows in parts], dim=-1)
+            for rows, piece in zip(parts, pieces, strict=True):
+                shifted = piece << rows.shift
+                found[rows.index] = found[rows.index] | shifted if rows.index in found else shifted
         if self.dense is not None:
             found[0] = self._token_order(self.dense.movedim(-1, 1)).mT
         return [found[index] for index in range(len(self.widths))]
@@ -146,7 +130,7 @@ class CoefficientStore(BatchedState):
         for bits, count in self.widths:
             mine, step = values[..., start : start + count], self.step[:, start : start + count]
             raw.append(mine if bits == UNQUANTIZED else encode(mine, step, bits))
-            stored.append((raw[-1].float() + _offset(bits)) * step.unsqueeze(1))
+            stored.append((raw[-1].float() + self.offset[start : start + count]) * step.unsqueeze(1))
             start += count
         for plane in self.planes:
             plane.append(self._plane_codes(raw, plane.width))
@@ -174,7 +158,3 @@ class CoefficientStore(BatchedState):
         if self.dense is not None:
             self.dense = torch.cat([self.dense[:, :, :first], self.dense[:, :, first + count :]], dim=2)
         self.tail_tokens -= self.tile_tokens
-
-
-def _offset(bits: int) -> float:
-    return 0.0 if bits == UNQUANTIZED else 0.5 - 2 ** (bits - 1)
