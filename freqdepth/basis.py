@@ -9,12 +9,14 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
-from freqdepth.codes import UNQUANTIZED, step_sizes
+from freqdepth.codes import UNQUANTIZED, code_offsets, encode, step_sizes
 from freqdepth.metric import Metric
+from freqdepth.planes import LINES, Plane, Rows, add_planes, plane_layout, to_planes
 from freqdepth.transform import dct_basis
-from kvcore.quant import pack, packed_bytes, unpack
+from kvcore.quant import packed_bytes
 from kvcore.state import BatchedState
 
 # Candidate steps of a column as multiples of a Gaussian's best one: few entries carry most of a strong column.
@@ -53,44 +55,44 @@ class KltBasis(DepthBasis):
     it. A column has one step, the best one for its entries: strong outliers are clipped, and `fitted` makes up for it.
 
     Attributes:
-        codes: per stored width, uint8 [J, S, R_g, bytes of Hs * d], or floats for 16.
+        planes: per layer, the codes of all columns, features standing for tokens (see `planes`).
+        dense: columns that are not quantised [J, S, Hs * d, R'], or None.
         scale: [S, R], step of each column.
+        offset: [R], added to each code before its step.
         metric: see its class.
     """
 
     def __init__(self, basis: Tensor, widths: list[tuple[int, int]], metric: Metric, dtype: torch.dtype) -> None:
         """`basis`: orthonormal [S, D, R]; `widths`: (bits, columns) in column order."""
-        num_layers, _, num_heads, head_dim = metric.shape
-        columns = basis.unflatten(1, (num_layers, num_heads * head_dim)).permute(1, 0, 3, 2)  # [J, S, R, Hs * d]
-        self.metric = metric
-        self.widths = widths
-        self.codes, scales, start = [], [], 0
+        num_layers, streams = metric.shape[:2]
+        self.metric, self.widths = metric, widths
+        self.offset = code_offsets(widths).to(basis.device)
+        self.dense: Tensor | None = None
+        raw, scales, start = [], [], 0
         for bits, count in widths:
-            part = columns[:, :, start : start + count]
+            lines = basis[..., start : start + count]
             if bits == UNQUANTIZED:
-                scales.append(torch.ones(part.shape[1:3], device=part.device))
-                self.codes.append(part.to(dtype).clone())
+                scales.append(torch.ones(streams, count, device=basis.device))
+                self.dense = lines.unflatten(1, (num_layers, -1)).transpose(0, 1).to(dtype).contiguous()
+                raw.append(lines)
             else:
-                lines = basis[..., start : start + count]
                 scale = step_sizes(lines, bits, lines.square().mean(1).sqrt().clamp_min(1e-12), _STEPS.to(lines.device))
-                half = 2 ** (bits - 1)
-                codes = (part / scale[None, :, :, None]).floor_().clamp_(-half, half - 1).add_(half)
-                self.codes.append(pack(codes.to(torch.uint8).contiguous(), bits))
+                raw.append(encode(lines, scale, bits))
                 scales.append(scale)
             start += count
         self.scale = torch.cat(scales, dim=-1)
+        self.planes: list[list[Plane]] = [[] for _ in range(num_layers)]
+        for width, parts in plane_layout(widths).items():
+            codes = torch.cat([raw[rows.index] >> rows.shift for rows in parts], dim=-1)
+            for planes, mine in zip(self.planes, codes.chunk(num_layers, dim=1), strict=True):
+                planes.append(Plane(width, F.pad(mine, (0, 0, 0, -mine.shape[1] % LINES))))
 
     def columns(self, layer: int, dtype: torch.dtype) -> Tensor:
         """The basis's rows of one layer, in the metric's domain: [S, R, Hs * d]."""
-        size = self.metric.shape[2] * self.metric.shape[3]
-        parts = []
-        for (bits, _), codes in zip(self.widths, self.codes, strict=True):
-            if bits == UNQUANTIZED:
-                parts.append(codes[layer].to(dtype))
-            else:
-                parts.append(unpack(codes[layer], bits, size).to(dtype).sub_(2 ** (bits - 1) - 0.5))
-        raw = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return raw * self.scale.unsqueeze(-1).to(dtype)
+        raw = self._raw(layer)
+        total = raw.new_zeros(*raw.shape[:2], self.scale.shape[1])
+        self._add(total, raw)
+        return total.add_(self.offset).mul_(self.scale.unsqueeze(1)).mT.to(dtype)
 
     def whole(self) -> Tensor:
         """The stored basis of all layers in the metric's domain: [S, R, D], fp32."""
@@ -101,29 +103,34 @@ class KltBasis(DepthBasis):
         return self.metric.rebuilt_layer(columns.transpose(1, 2), layer).transpose(1, 2)
 
     def _raw(self, layer: int) -> Tensor:
-        """What is stored of one layer, in fp32 and without steps and offsets: [S, R, Hs, d]."""
+        """What is stored of one layer, dense columns and planes side by side: fp32 [S, Hs * d, K]."""
         size = self.metric.shape[2] * self.metric.shape[3]
-        parts = [
-            codes[layer] if bits == UNQUANTIZED else unpack(codes[layer], bits, size)
-            for (bits, _), codes in zip(self.widths, self.codes, strict=True)
-        ]
-        return torch.cat(parts, dim=1).float().unflatten(-1, self.metric.shape[2:])
+        parts = [plane.codes().flatten(1, 2)[:, :size] for plane in self.planes[layer]]
+        if self.dense is not None:
+            return torch.cat([self.dense[layer].float(), *(part.float() for part in parts)], dim=-1)
+        return torch.cat(parts, dim=-1).float()
 
-    def _offsets(self) -> Tensor:
-        """What is added to each raw number before its step: [R]."""
-        offsets = [(0.0 if bits == UNQUANTIZED else 0.5 - 2 ** (bits - 1), count) for bits, count in self.widths]
-        return torch.tensor([offset for offset, count in offsets for _ in range(count)], device=self.scale.device)
+    def _rows(self) -> list[Rows]:
+        """Coefficients of the columns of `_raw`."""
+        dense = [] if self.dense is None else [Rows(0, slice(0, self.dense.shape[-1]), 0)]
+        return dense + [rows for parts in plane_layout(self.widths).values() for rows in parts]
+
+    def _add(self, total: Tensor, x: Tensor) -> None:
+        add_planes(total, x, self._rows())
 
     def absorb(self, query: Tensor, layer: int) -> Tensor:
         rows = self.metric.absorbed(query, layer)
-        product = torch.matmul(rows, self._raw(layer).permute(0, 2, 3, 1))
-        product = torch.addcmul(product, rows.sum(-1, keepdim=True), self._offsets())
-        return product.mul_(self.scale[:, None, None]).flatten(1, 2)
+        # a few rows and heads: the planes are summed after the product, where they are small
+        product = torch.matmul(rows, self._raw(layer).unflatten(1, self.metric.shape[2:]))
+        total = rows.sum(-1, keepdim=True) * self.offset
+        self._add(total, product)
+        return total.mul_(self.scale[:, None, None]).flatten(1, 2)
 
     def expand(self, mixed: Tensor, layer: int, num_heads: int, dtype: torch.dtype) -> Tensor:
-        scaled = (mixed.float() * self.scale.unsqueeze(1)).unflatten(1, (num_heads, -1))
-        output = torch.matmul(scaled, self._raw(layer).transpose(1, 2))
-        output = output.add_(torch.matmul(scaled, self._offsets()).unsqueeze(-1))
+        scaled = mixed.float() * self.scale.unsqueeze(1)
+        placed = to_planes(scaled, self._rows()).unflatten(1, (num_heads, -1))
+        output = torch.matmul(placed, self._raw(layer).unflatten(1, self.metric.shape[2:]).mT)
+        output = output.add_(torch.matmul(scaled, self.offset).unflatten(1, (num_heads, -1)).unsqueeze(-1))
         return self.metric.rebuilt_layer(output, layer).to(dtype)
 
     def project(self, x: Tensor) -> Tensor:
@@ -192,7 +199,7 @@ class DctBasis(DepthBasis):
 
 
 def column_bytes(bits: int, num_layers: int, features_per_layer: int, dtype: torch.dtype) -> int:
-    """Bytes of one stored basis column, its scale included."""
+    """Bytes of one stored basis column, its scale and offset included."""
     if bits == UNQUANTIZED:
-        return num_layers * features_per_layer * dtype.itemsize + 4
-    return num_layers * packed_bytes(features_per_layer, bits) + 4
+        return num_layers * features_per_layer * dtype.itemsize + 8
+    return num_layers * packed_bytes(features_per_layer, bits) + 8

@@ -16,8 +16,6 @@ from freqdepth.allocation import Offer, choose_levels, joined, smallest_cost
 from freqdepth.basis import DctBasis, DepthBasis, KltBasis, column_bytes, fitted
 from freqdepth.codes import (
     UNQUANTIZED,
-    CoefficientClass,
-    CoefficientStore,
     class_bytes,
     encode,
     squared_error,
@@ -26,6 +24,7 @@ from freqdepth.codes import (
 from freqdepth.drafts import BlockInput, Candidate, Draft, DraftSide
 from freqdepth.metric import Metric
 from freqdepth.shared import SharedSide
+from freqdepth.store import CoefficientStore
 from freqdepth.transform import align_layers, depth_klt, stack_features, unstack_features
 
 if TYPE_CHECKING:
@@ -327,11 +326,8 @@ class SharedFitter:
         return DraftSide(columns, stored, raws, torch.cat(chosen_steps, dim=-1), error.clamp_min(0), basis)
 
     def _stored(self, side: Candidate, draft: DraftSide) -> SharedSide:
-        classes = [
-            CoefficientClass(bits, raw, self.block.dtype)
-            for (bits, _), raw in zip(draft.widths, draft.raw, strict=True)
-        ]
-        return SharedSide(CoefficientStore(classes, draft.step), draft.basis, side.mean)
+        store = CoefficientStore(draft.widths, draft.raw, draft.step, self.block.dtype)
+        return SharedSide(store, draft.basis, side.mean)
 
     def _basis(self, side: Candidate, columns: Tensor, coefficient_widths: list[tuple[int, int]]) -> DepthBasis:
         """The stored basis of chosen columns."""

@@ -190,8 +190,9 @@ class RowBlock(BatchedState):
         if policy.limit is not None:
             self._trim(policy.limit)
             return
-        while self.window_keys[0].shape[1] >= policy.num_sinks + policy.window + policy.fold:
-            first, last = policy.num_sinks, policy.num_sinks + policy.fold
+        tiles = (self.window_keys[0].shape[1] - policy.num_sinks - policy.window) // policy.fold
+        if tiles > 0:  # a long step's tokens are projected together
+            first, last = policy.num_sinks, policy.num_sinks + tiles * policy.fold
             old_keys = torch.stack([keys[:, first:last] for keys in self.window_keys])
             old_values = torch.stack([values[:, first:last] for values in self.window_values])
             self._append(old_keys, old_values)
@@ -215,7 +216,7 @@ class RowBlock(BatchedState):
         if self.keys is not None and self.values is not None:
             dim = 1 if self.joint else 2
             errors = [
-                side.fold(x[:, self.shared_heads].unsqueeze(dim))
+                side.fold(x[:, self.shared_heads].unsqueeze(dim), self.policy.fold)
                 for side, x in ((self.keys, keys), (self.values, values))
             ]
             self.report.fold_error += float(sum(errors) / 2) * keys.shape[2]
@@ -233,12 +234,12 @@ class RowBlock(BatchedState):
     def drop_oldest_fold(self) -> bool:
         """Give up the oldest folded tile; False when there is none."""
         sides = [side for side in (self.keys, self.values) if side is not None]
-        if not sides or self.exact_heads or sides[0].coefficients.classes[0].tail is None:
+        if not sides or self.exact_heads or not sides[0].coefficients.tail_tokens:
             return False
         for side in sides:
             side.coefficients.drop_oldest_tile()
         if self.positions is not None:
-            first = sides[0].coefficients.classes[0].main_tokens
+            first = sides[0].coefficients.main_tokens
             self.positions = torch.cat(
                 [self.positions[:, :first], self.positions[:, first + self.policy.fold :]], dim=1
             )

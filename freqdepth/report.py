@@ -60,8 +60,10 @@ def bytes_by_part(row: RowBlock) -> dict[str, int]:
 
 
 def _add_side(parts: dict[str, int], side: SharedSide) -> None:
-    parts["coefficients"] += _bytes(t for group in side.coefficients.classes for t in group.tensors())
-    parts["steps"] += side.coefficients.step.nbytes + side.coefficients.offset.nbytes
+    every = _bytes(side.coefficients.tensors())
+    steps = side.coefficients.step.nbytes + side.coefficients.offset.nbytes
+    parts["coefficients"] += every - steps
+    parts["steps"] += steps
     parts["means and metric"] += side.mean.nbytes
     basis = _bytes(side.basis.tensors())
     if isinstance(side.basis, KltBasis):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from freqdepth.basis import DepthBasis, KltBasis
-from freqdepth.codes import CoefficientStore
+from freqdepth.store import CoefficientStore
 from kvcore.quant import QuantizedTensor
 from kvcore.rope import shift_positions
 from kvcore.state import BatchedState
@@ -57,10 +57,12 @@ class SharedSide(BatchedState):
         expanded = self.basis.expand(mixed, layer, weights.shape[1], weights.dtype)
         return torch.addcmul(expanded, total, self.mean[layer].to(weights.dtype))
 
-    def fold(self, x: Tensor) -> Tensor:
-        """Append tokens [J, S, Hs, F, d]; returns their squared error relative to their energy about the mean."""
+    def fold(self, x: Tensor, tile: int) -> Tensor:
+        """Append tokens [J, S, Hs, F, d], `tile` at a time; returns their squared error relative to their energy about
+        the mean."""
         centred = x.float() - self.mean.float()
-        stored = self.coefficients.append(self.basis.project(centred))
+        tiles = self.basis.project(centred).split(tile, dim=1)
+        stored = torch.cat([self.coefficients.append(part) for part in tiles], dim=1)
         return (self.rebuild(stored) - x.float()).square().sum() / centred.square().sum().clamp_min(1e-20)
 
     def rebuild(self, coefficients: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ def new_cache(model, budget: float = 0.5, **options):
 
 
 def generate(model, ids, cache, tokens=10, mask=None):
+    # without a mask a generated token 0 would be taken for padding when a run is continued
+    mask = torch.ones_like(ids) if mask is None else mask
     return model.generate(
         ids, attention_mask=mask, cache=cache, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
         pad_token_id=0,

@@ -9,30 +9,33 @@ import pytest
 import torch
 
 from freqdepth.allocation import Offer, choose_levels, smallest_cost
-from freqdepth.codes import CoefficientClass, CoefficientStore, Digits, encode, squared_error, step_sizes
+from freqdepth.codes import Digits, encode, squared_error, step_sizes
+from freqdepth.store import CoefficientStore
 
 WIDTHS = ((8, 3), (6, 4), (4, 5), (3, 4), (2, 6))
 
 
 def make_store(num_streams: int, num_tokens: int, widths=WIDTHS) -> tuple[CoefficientStore, torch.Tensor]:
     values = torch.randn(num_streams, num_tokens, sum(count for _, count in widths))
-    steps, classes, start = [], [], 0
+    steps, raw, start = [], [], 0
     for bits, count in widths:
         part = values[..., start : start + count]
         if bits == 16:
             steps.append(torch.ones(num_streams, count))
-            classes.append(CoefficientClass(16, part, torch.float32))
+            raw.append(part)
         else:
             steps.append(step_sizes(part, bits, part.square().mean(1).sqrt(), torch.tensor([1.0, 1.5])))
-            classes.append(CoefficientClass(bits, encode(part, steps[-1], bits), torch.float32))
+            raw.append(encode(part, steps[-1], bits))
         start += count
-    return CoefficientStore(classes, torch.cat(steps, -1)), values
+    return CoefficientStore(list(widths), raw, torch.cat(steps, -1), torch.float32), values
 
 
 def test_digits_multiply_like_floats() -> None:
     rows, codes = torch.randn(9, 40), torch.randint(-128, 128, (40, 70), dtype=torch.int8)
     exact = rows @ codes.float()
     assert (Digits(rows).product(codes) - exact).abs().max() <= 2e-3 * exact.abs().max()
+    single = Digits(rows).product(codes[3:4], start=3)
+    assert torch.allclose(single, rows[:, 3:4] @ codes[3:4].float(), atol=0.2)
     part = Digits(rows).product(codes[8:20], start=8)
     assert torch.allclose(part, rows[:, 8:20] @ codes[8:20].float(), atol=0.2)
 
@@ -56,16 +59,16 @@ def test_products_equal_those_of_the_coefficients(num_streams: int, num_rows: in
 
 
 def test_folding_keeps_old_tokens_and_merging_changes_nothing() -> None:
-    store, _ = make_store(2, 70, (*WIDTHS, (16, 2)))
+    store, _ = make_store(2, 70, ((16, 2), *WIDTHS))
     new = torch.randn(2, 32, store.step.shape[1])
     before = store.coefficients()
     store.append(new[:, :16])
     store.append(new[:, 16:])
     after = store.coefficients()
     assert torch.equal(after[:, :70], before)
-    assert torch.equal(after[:, 70:, -2:], new[..., -2:])
+    assert torch.equal(after[:, 70:, :2], new[..., :2])
     store.merge()
-    assert store.classes[0].tail is None
+    assert store.tail_tokens == 0
     assert torch.equal(store.coefficients(), after)
 
 
