@@ -114,6 +114,8 @@ def check_overrides(arguments: list[str], config_name: str) -> str | None:
         if key.startswith(("+", "~")):
             continue
         head = key.split("@")[0].split(".")[0].split("/")[0]
+        if key == "hydra":
+            return f"'hydra' takes no value; set one of its options, such as hydra.verbose=true; received {value!r}"
         if head not in known:
             return f"unknown key '{head}'. {did_you_mean(head, known)}"
         if key in choices:
@@ -138,6 +140,8 @@ def check_composition(arguments: list[str], config_name: str) -> str | None:
         try:
             hydra.compose(config_name, overrides)
             return None
+        except (TypeError, ValueError, AttributeError) as error:  # Hydra's own, for values of a wrong kind
+            return f"the arguments {' '.join(overrides)} cannot be read: {error}"
         except hydra.errors.HydraException as error:
             choices = set(groups())
             for override in overrides:
