@@ -22,6 +22,9 @@ EXACT = Setting(bits=8, group_size=32, residual=UNBOUNDED)
 
 
 @register
+LONGEST_RESIDUAL = 1 << 16
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Method):
     """Asymmetric quantisation without tuning (https://arxiv.org/abs/2402.02750, section 3.2, equation 1, algorithm 1).
@@ -54,6 +57,9 @@ class Kivi(Method):
             raise ValueError(f"method 'kivi': bits must be null or one of {BITS}; received {self.bits!r}")
         if self.group_size < 8 or self.group_size % 8:
             raise ValueError(f"method 'kivi': group_size must be a multiple of 8; received {self.group_size}")
+        if self.residual > LONGEST_RESIDUAL:
+            # every residual down to one group is a setting to weigh
+            raise ValueError(f"method 'kivi': residual must be <= {LONGEST_RESIDUAL}; received {self.residual}")
         if self.residual < self.group_size or self.residual % self.group_size:
             raise ValueError(
                 f"method 'kivi': residual must be a multiple of group_size={self.group_size} (whole blocks are "

@@ -72,6 +72,7 @@ PROMPTS = [*texts(), SPECIALS]
 @functools.cache
 def tiny(dtype: torch.dtype = torch.float32):
     small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small |= {"max_position_embeddings": 4096}
     return build_tiny(dtype=dtype, **small, initializer_range=0.3, eos_token_id=None)[0]
 
 
@@ -298,7 +299,21 @@ def accepted(name: str) -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", METHODS)
+# defects found here and not mended yet: option values that end in an error without explanation
+NOT_MENDED = {
+    "freqdepth": "key_rank=[], value_rank=[], key_emphasis=inf, channel_floor=inf and gram_tokens=0 are accepted and "
+    "end in IndexError, LinAlgError and ZeroDivisionError",
+}
+
+
+def known_defects(names: list[str]) -> list[Any]:
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=NOT_MENDED[name])) if name in NOT_MENDED else name
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", known_defects(METHODS))
 def test_extreme_options_that_are_accepted_serve_or_are_refused_by_the_cache(name):
     ids, more, failures = ids_of("code")[:, :64], ids_of("table")[:, :2], []
     with torch.inference_mode():
