@@ -115,7 +115,7 @@ def pointed(run: Path, pointer: str) -> Path:
     except (ValueError, KeyError, TypeError) as error:
         whole = sorted(found.parent.name for found in path.parent.glob("step-*/trainer.json"))
         raise ValueError(
-            f"{path} is damaged ({error}); write {{\"checkpoint\": \"STEP\"}} into it, STEP one of "
+            f'{path} is damaged ({error}); write {{"checkpoint": "STEP"}} into it, STEP one of '
             f"{', '.join(whole) or '(none is whole: start a new run)'}"
         ) from error
     if not (target / "trainer.json").is_file():

@@ -19,12 +19,10 @@ from kvcore.method import Method, register
 BITS = (8, 4, 3, 2)
 WIDEST_GROUP = 128
 EXACT = Setting(bits=8, group_size=32, residual=UNBOUNDED)
-
-
-@register
 LONGEST_RESIDUAL = 1 << 16
 
 
+@register
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Method):
     """Asymmetric quantisation without tuning (https://arxiv.org/abs/2402.02750, section 3.2, equation 1, algorithm 1).

@@ -84,7 +84,11 @@ def kill_and_resume_evaluation(folder: Path, undisturbed, moment: int) -> None:
     number = (signal.SIGKILL, signal.SIGTERM)[moment % 2]
     in_child(lambda: evaluate(*toy_plan(), folder), rng.uniform(0.0, 1.1 * seconds), number)
     samples = folder / "samples.0.jsonl"
-    finished = [line for line in samples.read_text().splitlines(keepends=True) if line.endswith("\n")] if samples.exists() else []
+    finished = (
+        [line for line in samples.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if samples.exists()
+        else []
+    )
     again = evaluate(*toy_plan(), folder)
     assert predictions(again) == expected
     kept = samples.read_text().splitlines(keepends=True)
@@ -301,7 +305,12 @@ LEVERS = ("prefill_chunk", "batch_size", "host", "shorter context")
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_memory_that_runs_out_in_prefill_names_the_levers(monkeypatch, kind, chunk):
     model = build_tiny(**SMALL)[0]
-    cache, ids, whole, calls = new_cache(model, "streaming_llm", 0.5), token_ids(1, 30), kvcore.cache.prefill_attention, []
+    cache, ids, whole, calls = (
+        new_cache(model, "streaming_llm", 0.5),
+        token_ids(1, 30),
+        kvcore.cache.prefill_attention,
+        [],
+    )
 
     def full(*args, **kwargs):
         calls.append(1)
