@@ -179,8 +179,8 @@ def _read(path: Path, read: Callable[[Path], T]) -> T:
         return read(path)
     except (ValueError, KeyError, TypeError, OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(
-            f"{path} is truncated or damaged ({type(error).__name__}: {error}). Let {path.parent.parent}/last.json name "
-            f"another whole checkpoint beside {path.parent.name}, or start a new run with another output_dir"
+            f"{path} is truncated or damaged ({type(error).__name__}: {error}). Let {path.parent.parent}/last.json "
+            f"name another whole checkpoint beside {path.parent.name}, or start a new run with another output_dir"
         ) from error
 
 

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_l2_attention_replaced_after_attach_is_an_error(fresh, monkeypatch, bypa
         prefill(fresh, cache, PROMPTS[0])
         fed(fresh, cache, MORE[0][:, :2])  # steps of one token: the next one looks like those
     bypass(fresh, monkeypatch)
-    with pytest.raises(RuntimeError, match="attention function saw|was not announced a forward"):
+    with pytest.raises(RuntimeError, match=r"attention function saw|was not announced a forward"):
         fed(fresh, cache, MORE[0][:, :1]) if when == "before a step" else prefill(fresh, cache, PROMPTS[0])
 
 

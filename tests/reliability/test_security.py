@@ -101,7 +101,7 @@ def test_a_size_that_lies_is_found_out(fetch, tmp_path):
     true, lie = (5000).to_bytes(4, "little"), (10).to_bytes(4, "little")
     assert true in data
     (tmp_path / "data.zip").write_bytes(data.replace(true, lie))
-    with pytest.raises(fetch.FetchError, match="broken|no zip archive"):
+    with pytest.raises(fetch.FetchError, match=r"broken|no zip archive"):
         fetch.unpack(tmp_path / "data.zip", tmp_path, "*")
     assert not (tmp_path / "a.jsonl").exists()
 
