@@ -269,7 +269,7 @@ def prefill(
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise PromptMemoryError(cache.method, *input_ids.shape, chunk_size) from error
+            raise PromptMemoryError(cache.method, input_ids.shape[0], total, chunk_size) from error
     if logits is None:
         raise ValueError("the prompt must hold at least one token; received 0 tokens")
     return logits[:, -1]

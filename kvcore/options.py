@@ -43,7 +43,7 @@ def typed_options(cls: type[Options], options: dict[str, Any], where: str) -> Op
 
 
 @functools.cache
-def _adapter(cls: type) -> TypeAdapter[Any]:
+def _adapter(cls: Any) -> TypeAdapter[Any]:
     # building one takes a thousand times longer than using it
     return TypeAdapter(cls)
 
