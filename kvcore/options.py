@@ -31,7 +31,7 @@ def typed_options(cls: type[Options], options: dict[str, Any], where: str) -> Op
         if option not in known:
             raise ValueError(f"{where} has no option '{option}'. {did_you_mean(option, known)}")
     try:
-        return _adapter(cls).validate_python(options)
+        return _adapter(cls).validate_python(options)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         own = first.get("ctx", {}).get("error")

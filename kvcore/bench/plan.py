@@ -70,11 +70,12 @@ def evaluation_plan(config: dict[str, Any]) -> EvaluationPlan:
     for key in config:
         if key not in TOP_LEVEL_KEYS:
             raise ValueError(f"unknown key '{key}'. {did_you_mean(key, TOP_LEVEL_KEYS)}")
-    require_keys(config, TOP_LEVEL_KEYS)
+    # an empty list of methods or benches leaves their key out; said better below
+    require_keys(config, (key for key in TOP_LEVEL_KEYS if key not in ("method", "bench")))
     check_output_dir(config["output_dir"])
     check_flag(config["plots"], "plots")
     check_seed(config["seed"])
-    methods, benches = mapping(config["method"], "method"), mapping(config["bench"], "bench")
+    methods, benches = mapping(config.get("method"), "method"), mapping(config.get("bench"), "bench")
     scope = config["budget_scope"]
     if scope not in get_args(Scope):
         raise ValueError(f"budget_scope must be one of {', '.join(get_args(Scope))}; received {scope!r}")
