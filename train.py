@@ -21,7 +21,7 @@ from kvcore.budget import Budget
 from kvcore.cli import config_hash, fail, is_multirun, resolved, run
 from kvcore.environment import git_revision
 from kvcore.log import get_logger
-from kvcore.options import typed_options
+from kvcore.options import check_flag, check_output_dir, check_seed, mapping, require_keys, typed_options
 from kvcore.tracking import LoggerConfig, Tracker
 from sekv.calibration import ThresholdCalibration
 from sekv.checkpoint import load_router, router_config, save_router
@@ -37,6 +37,10 @@ from sekv.trainer import DivergedError, Trainer
 from sekv.training_state import POINTERS, pointed
 
 log = get_logger(__name__)
+TOP_LEVEL_KEYS = (
+    *("backbone", "method", "train", "data", "logger"),
+    *("budget", "budget_scope", "output_dir", "resume", "seed"),
+)
 # Options that do not change what is learned: a run may be resumed with others.
 FREE = ("output_dir", "resume", "logger", "experiment")
 FREE_TRAIN = ("eval_every", "eval_samples", "save_every", "keep", "log_every", "workers", "gradient_checkpointing")
@@ -63,20 +67,24 @@ def train_plan(config: dict[str, Any]) -> TrainPlan:
     Raises:
         ValueError: an unknown option (close matches named), a value out of range, or unreadable data.
     """
-    if list(config["method"]) != ["sekv"]:
-        raise ValueError(f"train.py trains one method, sekv; received method={list(config['method'])}")
-    options = dict(config["train"])
-    options["losses"] = typed_options(LossConfig, options.get("losses") or {}, "train.losses")
-    options["sequence"] = tuple(options["sequence"])
+    require_keys(config, TOP_LEVEL_KEYS)
+    check_output_dir(config["output_dir"])
+    check_flag(config["resume"], "resume")
+    check_seed(config["seed"])
+    methods = mapping(config["method"], "method")
+    if list(methods) != ["sekv"]:
+        raise ValueError(f"train.py trains one method, sekv; received method={list(methods)}")
+    options = mapping(config["train"], "train")
+    options["losses"] = typed_options(LossConfig, mapping(options.get("losses"), "train.losses"), "train.losses")
     data = typed_options(DataConfig, config["data"], "data")
-    method = method_from_config("sekv", config["method"]["sekv"])
+    method = method_from_config("sekv", methods["sekv"])
     assert isinstance(method, SeKV)
     return TrainPlan(
         backbone=typed_options(BackboneConfig, config["backbone"], "backbone"),
         method=method,
         train=typed_options(TrainConfig, options, "train"),
         data=data,
-        logger=typed_options(LoggerConfig, config.get("logger") or {}, "logger"),
+        logger=typed_options(LoggerConfig, config["logger"], "logger"),
         budget=Budget(config["budget"], config["budget_scope"]),
         seed=config["seed"],
         documents=data.source(config["seed"], heldout=False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -111,9 +112,14 @@ class FreqDepth(Method):
         _check(self.num_sinks >= 0, "num_sinks must not be negative", self.num_sinks)
         _check(self.min_entries >= 2, "min_entries must be at least 2 tokens", self.min_entries)
         _check(self.key_directions >= 0, "key_directions must not be negative", self.key_directions)
-        _check(
-            self.key_emphasis > 0 and self.channel_floor > 0, "key_emphasis and channel_floor must be positive", self
-        )
+        for name in ("key_emphasis", "channel_floor"):
+            value = getattr(self, name)
+            _check(0 < value < math.inf, f"{name} must be positive and finite", value)
+        for name in ("key_rank", "value_rank"):
+            value = getattr(self, name)
+            ranks = value if isinstance(value, Sequence) else [1 if value is None else value]
+            _check(len(ranks) > 0 and min(ranks) >= 1, f"{name} must be a number >= 1, or one for every block", value)
+        _check(self.gram_tokens >= 1, "gram_tokens must be at least 1 token", self.gram_tokens)
         if self.basis in ("dct", "aligned_dct"):
             _check(self.heads == "single", "the DCT bases share per head: set heads=single", self.heads)
             smallest_block = f"low_frequencies must be below block_size={self.block_size}"

@@ -25,6 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvcore.budget import ModelSpec
 from kvcore.cache import CompressedCache
 from kvcore.log import get_logger
+from kvcore.memory import PromptMemoryError, is_out_of_memory
 
 NAME = "kvcore"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -156,9 +157,9 @@ def model_spec(model: PreTrainedModel) -> ModelSpec:
 
 
 def _sliding_windows(config: Any) -> tuple[int | None, ...]:
-    """Per layer, the attention window in tokens; None where attention is full."""
+    """Per layer, the attention window in tokens; None where attention is full (in llama whatever its config says)."""
     window = getattr(config, "sliding_window", None)
-    if window is None or getattr(config, "use_sliding_window", True) is False:
+    if config.model_type == "llama" or window is None or getattr(config, "use_sliding_window", True) is False:
         return (None,) * config.num_hidden_layers
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in types)
@@ -191,10 +192,17 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _after_forward(model: PreTrainedModel | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     cache, _ = _active.stack.pop()
-    if cache is None or output is None or model is None:
+    if cache is None:
+        return
+    if output is None or model is None:
+        cache.fail_forward()
         return
     input_ids = kwargs.get("input_ids", args[0] if args else None)
-    cache.end_forward(model, input_ids, output.last_hidden_state)
+    try:
+        cache.end_forward(model, input_ids, output.last_hidden_state)
+    except BaseException:
+        cache.fail_forward()
+        raise
 
 
 def _input_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -235,6 +243,10 @@ def prefill(
 
     Returns:
         Logits [B, V] after the last token.
+
+    Raises:
+        ValueError: no token, or a cache that is not empty.
+        PromptMemoryError: memory ran out; names what would need less.
     """
     total = input_ids.shape[1]
     if cache.logical_length:
@@ -246,13 +258,18 @@ def prefill(
     logits: Tensor | None = None
     for start in range(0, total, chunk_size or max(total, 1)):
         stop = min(total, start + (chunk_size or total))
-        logits = model(
-            input_ids=input_ids[:, start:stop],
-            attention_mask=None if attention_mask is None else attention_mask[:, :stop],
-            position_ids=None if position_ids is None else position_ids[:, start:stop],
-            cache=cache,
-            logits_to_keep=1,
-        ).logits
+        try:
+            logits = model(
+                input_ids=input_ids[:, start:stop],
+                attention_mask=None if attention_mask is None else attention_mask[:, :stop],
+                position_ids=None if position_ids is None else position_ids[:, start:stop],
+                cache=cache,
+                logits_to_keep=1,
+            ).logits
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise PromptMemoryError(cache.method, input_ids.shape[0], total, chunk_size) from error
     if logits is None:
         raise ValueError("the prompt must hold at least one token; received 0 tokens")
     return logits[:, -1]

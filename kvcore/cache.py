@@ -75,6 +75,7 @@ class CompressedCache(Cache):
         self._padding: list[int] = []
         self._staged: dict[int, tuple[Tensor, Tensor]] = {}
         self._attend_calls = self._update_calls = self._forward_tokens = 0
+        self._broken = False
 
     # --- one forward of the model: begin_forward, attend per layer, end_forward (called by kvcore.attention)
     def begin_forward(self, batch: int, num_tokens: int, attention_mask: Tensor | None) -> None:
@@ -83,9 +84,15 @@ class CompressedCache(Cache):
         Raises:
             ValueError: empty prompt, prompt beyond the model's length, more tokens than `prefill_tokens`.
             NotImplementedError: right padding, or padding inside a decode step.
+            RuntimeError: an earlier forward failed half-way.
         """
         if num_tokens == 0:
             raise ValueError("the prompt must hold at least one token; received 0 tokens")
+        if self._broken:
+            raise RuntimeError(
+                f"{self.method}: an earlier forward on this cache failed half-way, so that some layers have seen its "
+                "tokens and others have not; call reset() and read the prompt again"
+            )
         total = self._tokens + num_tokens
         if total > self.spec.max_positions:
             raise ValueError(
@@ -138,6 +145,11 @@ class CompressedCache(Cache):
         if self._last_chunk:
             self.layer_prefilled(layer_idx, scale)
 
+    def fail_forward(self) -> None:
+        """A forward raised: layers before the fault hold its tokens, the others do not; only `reset` helps."""
+        self._broken = True
+        self._staged.clear()
+
     def end_forward(self, model: PreTrainedModel, input_ids: Tensor | None, hidden: Tensor) -> None:
         """A forward ended.
 
@@ -171,6 +183,7 @@ class CompressedCache(Cache):
             self.step_finished(model, input_ids, hidden)
             self.ledger.decode_tokens += self._forward_tokens
             self._record_memory()
+        self._forward_tokens = 0  # a later forward that nobody announced is told by it
 
     # --- what a method may override
     def layer_prefilled(self, layer_idx: int, scale: float) -> None:
@@ -295,8 +308,19 @@ class CompressedCache(Cache):
             layer._length = self._tokens
 
     def activate_past_recording(self) -> None:
-        """Called by assisted and prompt-lookup decoding, which roll the cache back."""
+        """Called by assisted and prompt-lookup decoding, which roll the cache back.
+
+        Raises:
+            NotImplementedError: the method cannot take back what it has compressed, or the cache holds tokens already:
+                transformers would read the whole prompt again behind them, and answer wrongly without an error.
+        """
         self._refuse_rollback("assisted or prompt-lookup decoding")
+        if self._tokens:
+            raise NotImplementedError(
+                f"method '{self.method}' does not support assisted or prompt-lookup decoding on a cache that holds "
+                f"{self._tokens} tokens: transformers reads the whole prompt again. Start from an empty cache, or use "
+                "plain greedy, sampling or beam search"
+            )
 
     def _refuse_rollback(self, feature: str) -> None:
         if not self.is_croppable:

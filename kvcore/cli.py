@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import json
@@ -16,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvcore.memory import LEVERS, PromptMemoryError, is_out_of_memory
 from kvcore.options import did_you_mean
 
 USER_ERRORS = (ValueError, NotImplementedError, FileNotFoundError, PermissionError, OmegaConfBaseException)
@@ -27,6 +29,7 @@ LAUNCHERS = {
     "submitit_slurm": "hydra_submitit_launcher",
     "ray": "hydra_ray_launcher",
 }
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
 def config_dir() -> Path:
@@ -50,19 +53,43 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
     if problem:
         fail(problem)
 
+    guarded = guard(task)
+    guarded.__module__ = "__main__"
+    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(guarded)()
+
+
+def guard(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
+    """A job that ends with one message where a user, a full disk or too little memory is the cause."""
+
     def guarded(config: DictConfig) -> None:
         try:
             task(config)
         except KeyboardInterrupt:
             print("\ninterrupted: finished results are kept; run the same command again to resume", file=sys.stderr)
             sys.exit(INTERRUPTED)
-        except USER_ERRORS as error:
-            if os.environ.get("SEKV_TRACEBACK"):
+        except Exception as error:
+            message = explained(error)
+            if message is None or os.environ.get("SEKV_TRACEBACK"):
                 raise
-            fail(f"{error} (SEKV_TRACEBACK=1 shows where)")
+            fail(f"{message} (SEKV_TRACEBACK=1 shows where)")
 
-    guarded.__module__ = "__main__"
-    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(guarded)()
+    return guarded
+
+
+def explained(error: BaseException) -> str | None:
+    """What to tell about an error whose cause lies outside this code; None for all others, which are ours."""
+    if isinstance(error, PromptMemoryError):
+        return str(error)
+    if is_out_of_memory(error):
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"out of memory ({first}). {LEVERS}. Finished results are kept"
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        where = f"{error.filename} " if error.filename else "the output "
+        return (
+            f"{where}cannot be written: {error.strerror}. What was finished before is kept; make room, or choose "
+            "another output_dir, and run the same command again to resume"
+        )
+    return str(error) if isinstance(error, USER_ERRORS) else None
 
 
 def fail(message: str) -> None:
@@ -119,6 +146,8 @@ def check_overrides(arguments: list[str], config_name: str) -> str | None:
         if key.startswith(("+", "~")):
             continue
         head = key.split("@")[0].split(".")[0].split("/")[0]
+        if key == "hydra":
+            return f"'hydra' takes no value; set one of its options, such as hydra.verbose=true; received {value!r}"
         if head not in known:
             return f"unknown key '{head}'. {did_you_mean(head, known)}"
         if key in choices:
@@ -143,6 +172,8 @@ def check_composition(arguments: list[str], config_name: str) -> str | None:
         try:
             hydra.compose(config_name, overrides)
             return None
+        except (TypeError, ValueError, AttributeError) as error:  # Hydra's own, for values of a wrong kind
+            return f"the arguments {' '.join(overrides)} cannot be read: {error}"
         except hydra.errors.HydraException as error:
             choices = set(groups())
             for override in overrides:

@@ -56,6 +56,11 @@ class FanOutCache(CompressedCache):
             del self._staged[layer_idx]
         return output
 
+    def fail_forward(self) -> None:
+        super().fail_forward()
+        for child in self.children:
+            child.fail_forward()
+
     def end_forward(self, model: PreTrainedModel, input_ids: Tensor | None, hidden: Tensor) -> None:
         self._tokens += self._forward_tokens
         for index, child in enumerate(self.children):

@@ -173,7 +173,7 @@ def unpack(archive: Path, folder: Path, pattern: str) -> list[str]:
     try:
         with zipfile.ZipFile(archive) as opened:
             members = [info for info in opened.infolist() if fnmatch.fnmatch(info.filename, pattern)]
-            _check_members(archive, members)
+            _check_members(archive, members, opened.infolist())
             broken = opened.testzip()
             if broken is not None:
                 raise FetchError(f"{archive}: member {broken} is broken; delete the archive and run the command again")
@@ -188,8 +188,11 @@ def unpack(archive: Path, folder: Path, pattern: str) -> list[str]:
     return [info.filename for info in members]
 
 
-def _check_members(archive: Path, members: Sequence[zipfile.ZipInfo]) -> None:
-    """Refuse paths that leave the folder, links, and archives that unpack to more than `LARGEST_ARCHIVE` bytes."""
+def _check_members(archive: Path, members: Sequence[zipfile.ZipInfo], everything: Sequence[zipfile.ZipInfo]) -> None:
+    """Refuse paths that leave the folder, links, and archives that unpack to more than `LARGEST_ARCHIVE` bytes.
+
+    Members that are not unpacked count as well: the check for broken ones reads them.
+    """
     if not members:
         raise FetchError(f"{archive} holds none of the files expected")
     for info in members:
@@ -197,7 +200,7 @@ def _check_members(archive: Path, members: Sequence[zipfile.ZipInfo]) -> None:
         is_link = (info.external_attr >> 16) & 0o170000 == 0o120000
         if info.filename.startswith("/") or ".." in parts or "\\" in info.filename or is_link:
             raise FetchError(f"{archive}: member {info.filename!r} would be written outside the folder; not unpacked")
-    total = sum(info.file_size for info in members)
+    total = sum(info.file_size for info in everything)
     if total > LARGEST_ARCHIVE:
         raise FetchError(f"{archive} unpacks to {total} bytes, more than the {LARGEST_ARCHIVE} allowed; not unpacked")
 

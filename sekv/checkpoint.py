@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from kvcore.budget import ModelSpec
 from sekv.routing import Router, RouterConfig
@@ -42,11 +44,26 @@ def save_router(router: Router, path: str | Path, backbone_id: str, notes: dict[
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(handle)
     try:
-        save_file(tensors, temporary, metadata=metadata)
+        write_tensors(tensors, Path(temporary), metadata)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: the disk is full, or another fault of it; safetensors has an error of its own for them.
+    """
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
 def load_router(path: str | Path, spec: ModelSpec | None = None) -> Router:
@@ -58,21 +75,35 @@ def load_router(path: str | Path, spec: ModelSpec | None = None) -> Router:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not a router checkpoint, or made for another backbone or shape (both named).
+        ValueError: not a router checkpoint, a damaged one, one with NaN, or one made for another backbone or shape
+            (both named).
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no SeKV checkpoint at {path}; train one with train.py, or use checkpoint=none")
-    with safe_open(str(path), framework="pt") as stored:
-        metadata = stored.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise ValueError(f"{path} is not a SeKV checkpoint of format {FORMAT}; found {metadata.get('format')!r}")
-        tensors = {name: stored.get_tensor(name).float() for name in stored.keys()}  # noqa: SIM118 - not a dict
-    config = RouterConfig(**json.loads(metadata["config"]))
+    remedy = "the file is truncated or damaged; copy or train it again, or use checkpoint=none"
+    try:
+        with safe_open(str(path), framework="pt") as stored:
+            metadata = stored.metadata() or {}
+            tensors = {name: stored.get_tensor(name).float() for name in stored.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"SeKV checkpoint {path} cannot be read ({error}): {remedy}") from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a SeKV checkpoint of format {FORMAT}; found {metadata.get('format')!r}")
+    try:
+        config = RouterConfig(**json.loads(metadata["config"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"SeKV checkpoint {path} does not say its form ({error}): {remedy}") from error
     if spec is not None:
         check_backbone(config, metadata["backbone"], spec, path)
     router = Router(config)
-    router.load_state_dict(tensors)
+    try:
+        router.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"SeKV checkpoint {path} does not hold the tensors of its form ({error}): {remedy}") from error
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"SeKV checkpoint {path}: tensor '{name}' holds NaN or infinite weights; train it again")
     return router.requires_grad_(False).eval()
 
 
@@ -119,8 +150,11 @@ def read_config(path: str | Path) -> RouterConfig:
 def find_router(wanted: RouterConfig, spec: ModelSpec) -> Path | None:
     """The shipped router of this backbone and form; None when there is none, and routing is untrained."""
     for path in sorted(SHIPPED.glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as stored:
-            metadata = stored.metadata() or {}
+        try:
+            with safe_open(str(path), framework="pt") as stored:
+                metadata = stored.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"the shipped router {path} is damaged ({error}); install the package again") from error
         config = RouterConfig(**json.loads(metadata["config"]))
         if same_backbone(metadata["backbone"], spec.backbone_id) and same_form(config, wanted):
             return path

@@ -13,6 +13,8 @@ from sekv.rows import ROW_BITS
 from sekv.segmentation import Segmentation, SegmentOptions
 from sekv.sketch import SKETCH_BITS
 
+LARGEST_RANK = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class SeKVOptions:
@@ -93,6 +95,7 @@ class SeKVOptions:
             (0.0 <= self.max_zoom <= 1.0, "max_zoom", "in [0, 1]"),
             (0.0 <= self.outlier_share <= 1.0, "outlier_share", "in [0, 1]"),
             (self.max_rank >= 0, "max_rank", ">= 0"),
+            (0 <= self.map_rank <= LARGEST_RANK, "map_rank", f"in 0..{LARGEST_RANK}"),
             (self.directions >= 1, "directions", ">= 1"),
             (self.warm_queries >= 1, "warm_queries", ">= 1"),
         )

@@ -11,21 +11,25 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
+from kvcore.bench.results import write_atomically
 from kvcore.budget import ModelSpec
-from sekv.checkpoint import load_router, save_router
+from sekv.checkpoint import load_router, save_router, write_tensors
 from sekv.data import StreamState
 from sekv.routing import Router
 
 FORMAT = 1
 POINTERS = ("last", "best")
+T = TypeVar("T")
 
 
 @dataclass
@@ -70,7 +74,7 @@ def save_checkpoint(
     staging = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder))
     try:
         save_router(router, staging / "router.safetensors", backbone_id, {"step": str(progress.step)})
-        save_file(_optimizer_tensors(router, optimizer), staging / "optimizer.safetensors")
+        write_tensors(_optimizer_tensors(router, optimizer), staging / "optimizer.safetensors")
         record = {
             "format": FORMAT,
             "step": progress.step,
@@ -93,9 +97,7 @@ def point_to(run: Path, pointer: str, target: Path) -> None:
     """Make `last` or `best` name a checkpoint, atomically."""
     assert pointer in POINTERS
     path = run / "checkpoints" / f"{pointer}.json"
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps({"checkpoint": target.name}))
-    os.replace(temporary, path)
+    write_atomically(path, json.dumps({"checkpoint": target.name}))
 
 
 def pointed(run: Path, pointer: str) -> Path:
@@ -103,11 +105,19 @@ def pointed(run: Path, pointer: str) -> Path:
 
     Raises:
         FileNotFoundError: the run has no such checkpoint.
+        ValueError: the pointer is damaged.
     """
     path = run / "checkpoints" / f"{pointer}.json"
     if not path.is_file():
         raise FileNotFoundError(f"{run} holds no '{pointer}' checkpoint to resume from ({path} is missing)")
-    target = path.parent / json.loads(path.read_text())["checkpoint"]
+    try:
+        target = path.parent / Path(json.loads(path.read_text())["checkpoint"]).name
+    except (ValueError, KeyError, TypeError) as error:
+        whole = sorted(found.parent.name for found in path.parent.glob("step-*/trainer.json"))
+        raise ValueError(
+            f'{path} is damaged ({error}); write {{"checkpoint": "STEP"}} into it, STEP one of '
+            f"{', '.join(whole) or '(none is whole: start a new run)'}"
+        ) from error
     if not (target / "trainer.json").is_file():
         raise FileNotFoundError(f"{path} names {target.name}, which is not a whole checkpoint")
     return target
@@ -133,25 +143,45 @@ def load_checkpoint(
     """Continue from a checkpoint: fills the router, the optimizer and torch's random state.
 
     Raises:
-        ValueError: a checkpoint of another backbone, shape or router form, or a run with other settings.
+        ValueError: a checkpoint of another backbone, shape or router form, a run with other settings, or a damaged
+            file (named, with the remedy).
     """
-    record = json.loads((folder / "trainer.json").read_text())
+    record = _read(folder / "trainer.json", lambda path: dict(json.loads(path.read_text())))
     if record.get("format") != FORMAT:
         raise ValueError(f"{folder} is a training checkpoint of format {record.get('format')}; expected {FORMAT}")
-    _check_settings(folder, record["settings"], settings)
+    _check_settings(folder, record.get("settings") or {}, settings)
     stored = load_router(folder / "router.safetensors", spec)
     if stored.config != router.config:
         raise ValueError(f"{folder} holds a router of the form {stored.config}; this run trains {router.config}")
     router.load_state_dict(stored.state_dict())
-    _fill_optimizer(router, optimizer, load_file(folder / "optimizer.safetensors"))
-    return Progress(
-        record["step"],
-        StreamState(**record["stream"]),
-        record["best"],
-        record["best_step"],
-        record["seconds"],
-        settings,
+    tensors = _read(folder / "optimizer.safetensors", load_file)
+    _read(folder / "optimizer.safetensors", lambda _: _fill_optimizer(router, optimizer, tensors))
+    return _read(
+        folder / "trainer.json",
+        lambda _: Progress(
+            record["step"],
+            StreamState(**record["stream"]),
+            record["best"],
+            record["best_step"],
+            record["seconds"],
+            settings,
+        ),
     )
+
+
+def _read(path: Path, read: Callable[[Path], T]) -> T:
+    """What `read` makes of a file.
+
+    Raises:
+        ValueError: it cannot; names the file and the remedy.
+    """
+    try:
+        return read(path)
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"{path} is truncated or damaged ({type(error).__name__}: {error}). Let {path.parent.parent}/last.json "
+            f"name another whole checkpoint beside {path.parent.name}, or start a new run with another output_dir"
+        ) from error
 
 
 def _check_settings(folder: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:

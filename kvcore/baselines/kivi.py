@@ -19,6 +19,7 @@ from kvcore.method import Method, register
 BITS = (8, 4, 3, 2)
 WIDEST_GROUP = 128
 EXACT = Setting(bits=8, group_size=32, residual=UNBOUNDED)
+LONGEST_RESIDUAL = 1 << 16
 
 
 @register
@@ -54,6 +55,9 @@ class Kivi(Method):
             raise ValueError(f"method 'kivi': bits must be null or one of {BITS}; received {self.bits!r}")
         if self.group_size < 8 or self.group_size % 8:
             raise ValueError(f"method 'kivi': group_size must be a multiple of 8; received {self.group_size}")
+        if self.residual > LONGEST_RESIDUAL:
+            # every residual down to one group is a setting to weigh
+            raise ValueError(f"method 'kivi': residual must be <= {LONGEST_RESIDUAL}; received {self.residual}")
         if self.residual < self.group_size or self.residual % self.group_size:
             raise ValueError(
                 f"method 'kivi': residual must be a multiple of group_size={self.group_size} (whole blocks are "

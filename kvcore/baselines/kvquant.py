@@ -20,6 +20,9 @@ from kvcore.method import Method, register
 BITS = (8, 5, 4, 3, 2)
 
 
+MOST_ITERATIONS = 10_000
+
+
 @register
 @dataclass(frozen=True, kw_only=True)
 class KVQuant(Method):
@@ -55,9 +58,9 @@ class KVQuant(Method):
             raise ValueError(f"method 'kvquant': bits must be null or one of {BITS}; received {self.bits!r}")
         if not 0 <= self.outliers < 0.5:
             raise ValueError(f"method 'kvquant': outliers must be a share in [0, 0.5); received {self.outliers!r}")
-        if self.num_sinks < 0 or self.iterations < 1:
+        if self.num_sinks < 0 or not 1 <= self.iterations <= MOST_ITERATIONS:
             raise ValueError(
-                "method 'kvquant': num_sinks must be >= 0 and iterations >= 1; received "
+                f"method 'kvquant': num_sinks must be >= 0 and iterations in 1..{MOST_ITERATIONS}; received "
                 f"{self.num_sinks} and {self.iterations}"
             )
 

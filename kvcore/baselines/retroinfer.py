@@ -117,6 +117,9 @@ class RetroInferLayer(RetrievalLayer):
         self.average_in("mean_value", joined, values)
 
 
+MOST_ITERATIONS = 10_000
+
+
 @register
 @dataclass(frozen=True, kw_only=True)
 class RetroInfer(Method):
@@ -156,6 +159,10 @@ class RetroInfer(Method):
             non_negative=("num_sinks", "estimated"),
             shares=("fetch_share",),
         )
+        if self.iterations > MOST_ITERATIONS:
+            raise ValueError(
+                f"method 'retroinfer': iterations must be <= {MOST_ITERATIONS} rounds; received {self.iterations}"
+            )
 
     def planner(self, spec: ModelSpec, budget: Budget) -> Planner:
         unit_bytes = spec.entry_bytes + SIZE_BYTES

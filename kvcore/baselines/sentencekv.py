@@ -9,6 +9,7 @@ d head dimension.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -230,6 +231,8 @@ class SentenceKV(Method):
             non_negative=("num_sinks",),
             shares=("fetch_share",),
         )
+        if not math.isfinite(self.keeping_factor):
+            raise ValueError(f"method 'sentencekv': keeping_factor must be finite; received {self.keeping_factor}")
         if self.pooling_kernel % 2 == 0:
             raise ValueError(f"method 'sentencekv': pooling_kernel must be odd; received {self.pooling_kernel}")
         object.__setattr__(self, "delimiter_ids", tuple(self.delimiter_ids))

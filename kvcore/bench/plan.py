@@ -12,7 +12,15 @@ from kvcore.bench.base import Benchmark, MethodRun, build_bench
 from kvcore.budget import Budget, Scope
 from kvcore.cli import config_hash
 from kvcore.method import Method, build_method
-from kvcore.options import did_you_mean, typed_options
+from kvcore.options import (
+    check_flag,
+    check_output_dir,
+    check_seed,
+    did_you_mean,
+    mapping,
+    require_keys,
+    typed_options,
+)
 from kvcore.tracking import LoggerConfig
 
 ON_UNREACHABLE = ("error", "skip")
@@ -62,14 +70,20 @@ def evaluation_plan(config: dict[str, Any]) -> EvaluationPlan:
     for key in config:
         if key not in TOP_LEVEL_KEYS:
             raise ValueError(f"unknown key '{key}'. {did_you_mean(key, TOP_LEVEL_KEYS)}")
+    # an empty list of methods or benches leaves their key out; said better below
+    require_keys(config, (key for key in TOP_LEVEL_KEYS if key not in ("method", "bench")))
+    check_output_dir(config["output_dir"])
+    check_flag(config["plots"], "plots")
+    check_seed(config["seed"])
+    methods, benches = mapping(config.get("method"), "method"), mapping(config.get("bench"), "bench")
     scope = config["budget_scope"]
     if scope not in get_args(Scope):
         raise ValueError(f"budget_scope must be one of {', '.join(get_args(Scope))}; received {scope!r}")
     if config["on_unreachable"] not in ON_UNREACHABLE:
         raise ValueError(f"on_unreachable must be error or skip; received {config['on_unreachable']!r}")
-    if not config.get("method"):
+    if not methods:
         raise ValueError("no method given; for example method=[full,streaming_llm]")
-    if not config.get("bench"):
+    if not benches:
         raise ValueError("no bench given; for example bench=fidelity")
     budgets = config["budget"] if isinstance(config["budget"], list) else [config["budget"]]
     if not budgets:
@@ -79,16 +93,16 @@ def evaluation_plan(config: dict[str, Any]) -> EvaluationPlan:
     shared = {name: config[name] for name in TOP_LEVEL_BENCH_OPTIONS}
     return EvaluationPlan(
         backbone=typed_options(BackboneConfig, config["backbone"], "backbone"),
-        benches=[_bench(name, options or {}, shared) for name, options in config["bench"].items()],
-        runs=_runs(config["method"], budgets, scope),
-        logger=typed_options(LoggerConfig, config.get("logger") or {}, "logger"),
+        benches=[_bench(name, mapping(options, f"bench.{name}"), shared) for name, options in benches.items()],
+        runs=_runs(methods, budgets, scope),
+        logger=typed_options(LoggerConfig, config["logger"], "logger"),
         on_unreachable=config["on_unreachable"],
     )
 
 
 def _bench(name: str, options: dict[str, Any], shared: dict[str, Any]) -> Benchmark:
     options = dict(options)
-    registered = options.pop("_name_", name)
+    registered = str(options.pop("_name_", name))
     for key, value in shared.items():
         if options.get(key) is None:
             options[key] = value
@@ -98,13 +112,13 @@ def _bench(name: str, options: dict[str, Any], shared: dict[str, Any]) -> Benchm
 def _runs(methods: dict[str, dict[str, Any] | None], budgets: Sequence[float | int], scope: Scope) -> list[MethodRun]:
     runs = []
     for label, options in methods.items():
-        method = method_from_config(label, options or {})
+        method = method_from_config(label, options)
         for budget in [1.0] if method.ignores_budget else budgets:
             runs.append(MethodRun(method, budget, scope, label))
     return runs
 
 
-def method_from_config(label: str, options: dict[str, Any]) -> Method:
+def method_from_config(label: str, options: dict[str, Any] | None) -> Method:
     """A method from its configuration node; `_name_` is the registered name, the node's own name otherwise."""
-    options = dict(options)
-    return build_method(options.pop("_name_", label), **options)
+    options = mapping(options, f"method.{label}")
+    return build_method(str(options.pop("_name_", label)), **options)

@@ -138,7 +138,12 @@ def parse_jsonl(data: bytes, where: str) -> list[dict[str, Any]]:
         ValueError: a line that is no JSON object; names file and line.
     """
     records = []
-    for number, line in enumerate(data.decode("utf-8").split("\n"), 1):
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        number = data[: error.start].count(b"\n") + 1
+        raise ValueError(f"{where} line {number} is not UTF-8 ({error.reason}); save the file as UTF-8") from error
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 record = json.loads(line)

@@ -108,7 +108,7 @@ def test_failed_write_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: py
         if trainer.progress.step == 14:
             raise OSError("No space left on device")
 
-    monkeypatch.setattr("sekv.training_state.save_file", full_disk)
+    monkeypatch.setattr("sekv.training_state.write_tensors", full_disk)
     with pytest.raises(OSError, match="No space left"):
         trainer.train()
     assert pointed(tmp_path, "last").name == "step-00000007"
