@@ -14,12 +14,12 @@ from sekv.factors import FactorStore
 from sekv.rows import Rows, TokenStore
 from sekv.shared import ExpansionBuffer
 
-WIDTH_STEP = 16  # columns in use are a multiple of this: a row's arithmetic does not depend on another row's fetches
+WIDTH_STEP = 16  # columns in use are a multiple of this
 
 
 @dataclass
 class Fetched:
-    """What one step fetched.
+    """What one step fetched. The columns of a KV head are in order of the query that wants them first, then of the text.
 
     Attributes:
         rows: [B, Hkv, M, 2 d] in storage form.
@@ -27,6 +27,7 @@ class Fetched:
         padding: bool [B, Hkv, M].
         moved: the same rows one after another, [n, 2 d].
         head, column, moved_token: [n], where each of them is: flat KV head b * Hkv + h, column, token.
+        newest: [n], the column counted from the last one back.
         moved_bytes: bytes that travelled.
     """
 
@@ -36,6 +37,7 @@ class Fetched:
     moved: Rows
     head: Tensor
     column: Tensor
+    newest: Tensor
     moved_token: Tensor
     moved_bytes: int
 
@@ -46,12 +48,18 @@ class Fetched:
 
 
 def fetch(
-    want: Tensor, room: Tensor, limits: tuple[int, int], store: TokenStore | FactorStore, buffer: ExpansionBuffer
+    want: Tensor,
+    first: Tensor | None,
+    room: Tensor,
+    limits: tuple[int, int],
+    store: TokenStore | FactorStore,
+    buffer: ExpansionBuffer,
 ) -> Fetched | None:
-    """Fetch the wanted tokens, the most wanted first where they do not all fit.
+    """Fetch the wanted tokens, the most wanted where they do not all fit.
 
     Args:
         want: [B, Hkv, N], wanted where >= 1, the larger the more.
+        first: int64 [B, Hkv, N], the first query of the step that wants each token; None for a step of one query.
         room: int64 [B], most tokens per KV head of each row.
         limits: the smallest and the largest of `room`.
         store: where the rows are.
@@ -62,27 +70,33 @@ def fetch(
     """
     smallest, largest = limits
     wanted = want >= 1
-    head, token = wanted.flatten(0, 1).nonzero(as_tuple=True)
-    if head.shape[0] == 0 or largest == 0:
-        return None
     counts = wanted.sum(-1)
-    widest = int(counts.amax())
+    widest = int(counts.amax()) if largest else 0
+    if widest > smallest:
+        wanted = _most_wanted(want, room, min(largest, want.shape[-1]))
+        counts = wanted.sum(-1)
+        widest = int(counts.amax())
+    if widest == 0:
+        return None
+    head, token = wanted.flatten(0, 1).nonzero(as_tuple=True)
+    if first is not None:
+        turn = first.flatten(0, 1)[head, token]
+        order = (head * (int(turn.max()) + 1) + turn).argsort(stable=True)
+        head, token = head[order], token[order]
+    # a row's arithmetic must not depend on what other rows fetch
     width = min(-(-widest // WIDTH_STEP) * WIDTH_STEP, largest, want.shape[-1])
-    columns = torch.arange(width, device=want.device)
-    if widest <= smallest:
-        first = counts.flatten().cumsum(0) - counts.flatten()
-        column = torch.arange(head.shape[0], device=want.device) - first[head]
-        padding = columns >= counts.unsqueeze(-1)
-    else:
-        best, order = want.topk(width, dim=-1)
-        live = (best >= 1) & (columns < room[:, None, None])
-        # rows in which all fits keep the order of the text, as they do alone
-        in_order = order.masked_fill(~live, want.shape[-1]).sort(dim=-1).values
-        order = torch.where((counts <= room[:, None]).unsqueeze(-1), in_order, order)
-        head, column = live.flatten(0, 1).nonzero(as_tuple=True)
-        token, padding = order.flatten(0, 1)[head, column], ~live
+    counts = counts.flatten()
+    column = torch.arange(head.shape[0], device=want.device) - (counts.cumsum(0) - counts)[head]
+    padding = torch.arange(width, device=want.device) >= counts.view(*want.shape[:2], 1)
     moved, moved_bytes = store.fetch(head, token, want.device)
     padded = torch.full((*want.shape[:2], width), want.shape[-1], device=want.device)
     padded.view(-1).index_copy_(0, head * width + column, token)
     rows = buffer.place(moved, head, column, width)
-    return Fetched(rows, padded, padding, moved, head, column, token, moved_bytes)
+    return Fetched(rows, padded, padding, moved, head, column, counts[head] - 1 - column, token, moved_bytes)
+
+
+def _most_wanted(want: Tensor, room: Tensor, most: int) -> Tensor:
+    """[B, Hkv, N] bool, the `room` [B] largest of `want` that are >= 1; `most` is the largest room."""
+    best, order = want.topk(most, dim=-1)
+    live = (best >= 1) & (torch.arange(most, device=want.device) < room[:, None, None])
+    return torch.zeros_like(want, dtype=torch.bool).scatter_(-1, order, live)

@@ -6,7 +6,7 @@ cache = SeKV.from_pretrained("router.safetensors").new_cache(model, budget=0.1)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -68,7 +68,9 @@ class SeKV(SeKVOptions, Method):
         wanted = router_config(spec, **self.router_form())
         path = self.checkpoint_path(spec)
         if path is None:
-            return Router(wanted).requires_grad_(False).eval()
+            # untied maps that were never trained add nothing: decoding leaves them out
+            plain = replace(wanted, maps="none") if wanted.maps == "untied" else wanted
+            return Router(plain).requires_grad_(False).eval()
         router = load_router(path, spec)
         wrong = [f for f in FORM_FIELDS if getattr(router.config, f) != getattr(wanted, f)]
         if wrong:

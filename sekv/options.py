@@ -61,7 +61,7 @@ class SeKVOptions:
     decision: Decision = "mass"
     map_rank: int = 8
     directions: int = 1
-    tau: float = 0.5
+    tau: float = 1.0
     global_threshold: bool = False
     sketch_dims: int = 32
     sketch_fine_dims: int = 8

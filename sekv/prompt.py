@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from kvcore.layer import LayerPrompt
-from sekv.maps import SpanMap, TokenMap
 from sekv.options import SeKVOptions
 from sekv.plan import Plan
 from sekv.segmentation import Kind, Segments
 from sekv.sketch import Sketch
 from sekv.slots import PINNED
+from sekv.span_map import SpanMap
 from sekv.summary import span_directions, span_means
+from sekv.token_map import TokenMap
 from sekv.window import Block
 
 QUERY_BLOCK = 8  # warm-up queries per block: bounds the attention scores to 8 x N per head

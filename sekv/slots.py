@@ -1,4 +1,8 @@
-"""Full-resolution tokens on the device: pinned ones (sinks, anchors) and the byte-bounded cache of fetched rows.
+"""Full-resolution tokens on the device: pinned ones (sinks, anchors, outliers) and the byte-bounded factor cache.
+
+At a small budget a query wants more tokens than the cache holds. Keeping the latest would then drop in every step what
+the step before brought; so a slot is kept by how often it was used of late, and a token that was in use is never given
+up for one that is merely new.
 
 Legend: B batch rows, Hkv KV heads, C slots, n rows put in, d head dimension, N tokens of the map.
 """
@@ -14,18 +18,19 @@ from sekv.window import widened
 
 PINNED = float("inf")
 EMPTY = float("-inf")
+DECAY = 0.7  # of a slot's count of uses, per step
+FRESH = 1.0  # the count of a token that has just come: only slots used less give way to it
 MOST_TOKENS = 2**24  # of a row: ranks further apart than their tokens, exactly in fp64
 
 
 class Slots(BatchedState):
-    """C slots per KV head. The slot with the lowest rank is given up first.
+    """C slots per KV head. The least used of late is given up first.
 
     Attributes:
         data, scale: rows in storage form (see `rows.Rows`), [B, Hkv, C, 2 d] and [B, Hkv, C, 1] or None.
         token: int32 [B, Hkv, C], the token held; -1 when empty.
-        rank: fp32 [B, Hkv, C]: step of the last use; +inf pinned or not available to this row, -inf empty.
+        rank: fp32 [B, Hkv, C]: decayed count of uses; +inf pinned or not available to this row, -inf empty.
         holes: whether some slot may be empty or not available.
-        spare: slots that every KV head can give up: those beyond are pinned or not available in some row.
     """
 
     def __init__(self, rows: Rows, token: Tensor, rank: Tensor) -> None:
@@ -35,7 +40,6 @@ class Slots(BatchedState):
 
     def _inspect(self) -> None:
         self.holes = bool((self.token < 0).any())
-        self.spare = int((self.rank < PINNED).sum(-1).amin()) if self.rank.numel() else 0
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)
@@ -68,34 +72,35 @@ class Slots(BatchedState):
         """fp64 [B, Hkv, C]: `rank`, and the token where ranks are equal, so that a row does not depend on its batch."""
         return self.rank.double().mul_(MOST_TOKENS).add_(self.token)
 
-    def touch(self, used: Tensor, step: int) -> None:
-        """Mark the slots `used` [B, Hkv, C] (bool) as used in this step."""
-        self.rank = torch.where(used, self.rank.clamp_min(step), self.rank)  # pinned ones stay at infinity
+    def use(self, used: Tensor | None, steps: int) -> None:
+        """Count the slots `used` [B, Hkv, C] (bool) in these `steps`; older uses fade, so that of tokens that nobody
+        counts the latest stay."""
+        rank = self.rank * DECAY**steps  # pinned ones stay at infinity
+        self.rank = rank if used is None else rank + used
 
-    def put(self, rows: Rows, head: Tensor, column: Tensor, token: Tensor, width: int, step: int) -> None:
-        """Store n fetched rows over the least recently used slots; what finds no slot is dropped.
+    def put(self, rows: Rows, head: Tensor, place: Tensor, token: Tensor, width: int) -> None:
+        """Store n fetched rows over slots of less use than a fresh token; what finds no slot is dropped.
 
         Args:
             rows: data [n, 2 d].
             head: [n] flat index b * Hkv + h.
-            column: [n], each row's place among those of its KV head, the most wanted first.
+            place: [n], each row's turn among those of its KV head, from 0.
             token: [n].
-            width: largest column + 1.
+            width: largest turn + 1.
         """
-        count = min(width, self.count)
+        free = (self.rank < FRESH).sum(-1)
+        count = min(width, int(free.amax())) if self.count else 0
         if count == 0:
             return
-        lowest, slot = self._order().topk(count, dim=-1, largest=False)
-        if width > self.spare:
-            free = lowest.flatten(0, 1)[head, column.clamp_max(count - 1)] < PINNED
-            kept = (free & (column < count)).nonzero().flatten()
-            head, column, token, rows = head[kept], column[kept], token[kept], rows.map(lambda t: t[kept])
-        index = head * self.count + slot.flatten(0, 1)[head, column]
-        put_rows_(self.data, index, rows.data)
+        slot = self._order().topk(count, dim=-1, largest=False).indices
+        kept = (place < free.flatten()[head]).nonzero().flatten()
+        head, place, token = head[kept], place[kept], token[kept]
+        index = head * self.count + slot.flatten(0, 1)[head, place]
+        put_rows_(self.data, index, rows.data[kept])
         if self.scale is not None and rows.scale is not None:
-            put_rows_(self.scale, index, rows.scale)
+            put_rows_(self.scale, index, rows.scale[kept])
         self.token.view(-1).index_copy_(0, index, token.to(torch.int32))
-        self.rank.view(-1).index_fill_(0, index, float(step))
+        self.rank.view(-1).index_fill_(0, index, FRESH)
         if self.holes:
             self.holes = bool((self.token < 0).any())
 

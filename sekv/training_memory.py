@@ -22,7 +22,7 @@ from sekv.cache import SeKVCache
 from sekv.factors import FactorStore
 from sekv.layer import SeKVLayer
 from sekv.lowrank import Factors, truncated_svd
-from sekv.maps import TokenMap
+from sekv.token_map import TokenMap
 from sekv.method import SeKV
 from sekv.routing import Router, Summary
 

@@ -68,7 +68,7 @@ def widened(target: Tensor, dim: int, room: int) -> Tensor:
 class Window(BatchedState):
     """R slots, the first `filled` of them in use, oldest first; rows with fewer tokens begin later (`start`).
 
-    Every row gains one token per step. When it has `size` tokens its oldest `block` leave.
+    Every row gains the tokens of a step. Where they would make more than `size`, its oldest `block` leave.
 
     Attributes:
         keys, values: [B, Hkv, R, d].
@@ -106,19 +106,21 @@ class Window(BatchedState):
         self._settle()
 
     @property
-    def is_full(self) -> bool:
-        return self.until_full == 0
+    def longest_step(self) -> int:
+        """Tokens for which popping one block from every row makes room."""
+        return int(self.block.min())
 
     def push(self, key: Tensor, value: Tensor) -> None:
-        """One more token [B, Hkv, 1, d]; no row may be full."""
-        self.keys[:, :, self.filled : self.filled + 1] = key
-        self.values[:, :, self.filled : self.filled + 1] = value
-        self.filled += 1
-        self.until_full -= 1
+        """The next tokens [B, Hkv, Q, d], at most `until_full`."""
+        end = self.filled + key.shape[2]
+        self.keys[:, :, self.filled : end] = key
+        self.values[:, :, self.filled : end] = value
+        self.filled = end
+        self.until_full -= key.shape[2]
 
-    def pop(self) -> Block:
-        """Take out the oldest block of every full row."""
-        rows = (self.filled - self.start == self.size).nonzero().flatten()
+    def pop(self, needed: int) -> Block:
+        """Take out the oldest block of every row that has no room for `needed` more tokens."""
+        rows = (self.size - self.filled + self.start < needed).nonzero().flatten()
         sizes = self.block[rows]
         column = torch.arange(int(sizes.max()))
         place = (self.start[rows, None] + column).clamp_max(self.filled - 1).to(self.keys.device)

@@ -155,19 +155,25 @@ def test_second_order_term_estimates_the_log_mass():
     assert float((second - exact).abs().max()) < 0.3 * float((first - exact).abs().max())
 
 
-def test_slots_give_up_the_least_recently_used_and_never_the_pinned():
+def test_slots_give_up_the_least_used_and_never_the_pinned_or_those_in_use():
     rows = Rows(torch.arange(4.0).view(1, 1, 4, 1), None)
-    token, rank = torch.tensor([[[0, 1, 2, -1]]]), torch.tensor([[[PINNED, 3.0, 1.0, EMPTY]]])
+    token, rank = torch.tensor([[[0, 1, 2, -1]]]), torch.tensor([[[PINNED, 3.0, 0.5, EMPTY]]])
     slots = Slots(rows, token, rank)
-    new, head, column = Rows(torch.full((3, 1), 9.0), None), torch.zeros(3, dtype=torch.int64), torch.arange(3)
-    slots.put(new.map(lambda t: t[:2]), head[:2], column[:2], torch.tensor([10, 11]), 3, step=5)
-    assert sorted(slots.token.flatten().tolist()) == [0, 1, 10, 11]
-    slots.put(new, head, column, torch.tensor([20, 21, 22]), 3, step=6)
-    assert sorted(slots.token.flatten().tolist()) == [0, 20, 21, 22]
-    slots.put(Rows(torch.zeros(4, 1), None), head.repeat(2)[:4], torch.arange(4), torch.arange(30, 34), 4, step=7)
-    assert sorted(slots.token.flatten().tolist()) == [0, 30, 31, 32]  # the fourth finds no slot
+
+    def put(*tokens):
+        count = len(tokens)
+        head, place = torch.zeros(count, dtype=torch.int64), torch.arange(count)
+        slots.put(Rows(torch.full((count, 1), 9.0), None), head, place, torch.tensor(tokens), count)
+        return sorted(slots.token.flatten().tolist())
+
+    assert put(10, 11, 12) == [0, 1, 10, 11]  # the third finds no slot: token 1 has been used more
+    slots.use(slots.token == 10, 1)
+    assert put(20, 21) == [0, 1, 10, 20]  # 11 was not used
+    for _ in range(4):
+        slots.use(slots.token == 20, 1)
+    assert put(30, 31, 32) == [0, 20, 30, 31]  # uses fade
     slots.resize([2])
-    assert 0 in slots.token.flatten().tolist() and slots.count == 2
+    assert slots.count == 2 and {0, 20} == set(slots.token.flatten().tolist())
     slots.resize([5])
     assert slots.holes and int((slots.rank == EMPTY).sum()) == 3
 
