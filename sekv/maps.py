@@ -126,9 +126,12 @@ def in_turn(scores: Tensor, level: float) -> tuple[Tensor, Tensor | None]:
     """
     if scores.shape[2] == 1:
         return scores.squeeze(2), None
-    first = (scores >= level).to(torch.uint8).argmax(dim=2, keepdim=True)
+    count = scores.shape[2]
+    left = torch.arange(count, 0, -1, dtype=torch.int16, device=scores.device)[:, None]  # an argmax takes far longer
+    left = (left * (scores >= level)).amax(dim=2, keepdim=True)  # queries left from the first that wants it; 0 if none
+    first = torch.where(left > 0, count - left, 0).long()
     score, turn = scores.gather(2, first).squeeze(2), first.squeeze(2)
-    sooner = (scores.shape[2] - 1 - turn) * TURN
+    sooner = (count - 1 - turn) * TURN
     return torch.where(score >= level, score.clamp_max(level + TURN - 1) + sooner, score), turn
 
 
