@@ -19,7 +19,7 @@ WIDTH_STEP = 16  # columns in use are a multiple of this
 
 @dataclass
 class Fetched:
-    """What one step fetched. The columns of a KV head are in order of the query that wants them first, then of the text.
+    """What one step fetched. Columns of a KV head are in order of the query that wants them first, then of the text.
 
     Attributes:
         rows: [B, Hkv, M, 2 d] in storage form.

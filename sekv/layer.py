@@ -1,4 +1,4 @@
-"""One layer of SeKV: prompt -> map, factor cache and host rows; growth when the window overflows. arXiv 2606.31145, 3.2.
+"""One layer of SeKV: prompt -> map, factor cache, host rows; growth when the window overflows. arXiv 2606.31145, 3.2.
 
 Legend: B batch rows, Hkv KV heads, N tokens of the map, S spans, d head dimension.
 """

@@ -22,9 +22,9 @@ from sekv.cache import SeKVCache
 from sekv.factors import FactorStore
 from sekv.layer import SeKVLayer
 from sekv.lowrank import Factors, truncated_svd
-from sekv.token_map import TokenMap
 from sekv.method import SeKV
 from sekv.routing import Router, Summary
+from sekv.token_map import TokenMap
 
 
 def half_precision(model: PreTrainedModel, mixed_precision: str) -> torch.autocast:
