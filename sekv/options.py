@@ -31,8 +31,8 @@ class SeKVOptions:
         directions: second-order directions per span.
         tau: threshold of an untrained router: multiples of the uniform share (`mass`) or a probability.
         global_threshold: one threshold for all layers and heads.
-        sketch_dims: coordinates per key (at most the head dimension; fewer where the budget is small).
-        sketch_fine_dims, sketch_bits: so many of them, the leading ones, have so many bits; the others have 2.
+        sketch_dims: most coordinates per key (at most the head dimension; fewer where the budget is small).
+        sketch_fine_dims, sketch_bits: so many of as many, the leading ones, have so many bits; the others have 2.
         outlier_share: tokens per KV head, as a share, that stay on the device because the sketch shows them worst.
         query_aware: choose the sketch's directions by the logits they explain rather than by the keys' variance.
         window: newest tokens kept exactly. window_block: tokens that leave it at a time.
@@ -63,8 +63,8 @@ class SeKVOptions:
     directions: int = 1
     tau: float = 1.0
     global_threshold: bool = False
-    sketch_dims: int = 32
-    sketch_fine_dims: int = 8
+    sketch_dims: int = 48
+    sketch_fine_dims: int = 16
     sketch_bits: int = 4
     outlier_share: float = 0.01
     query_aware: bool = True

@@ -74,9 +74,10 @@ class Planner:
         return form
 
     def _form(self, dims: int) -> SketchForm:
-        return SketchForm.fitting(
-            min(dims, self.spec.head_dim), self.options.sketch_fine_dims, self.options.sketch_bits
-        )
+        """Half of the coordinates that a smaller sketch goes without are fine ones, down to a quarter of it."""
+        most, fine = min(self.options.sketch_dims, self.spec.head_dim), self.options.sketch_fine_dims
+        dims = min(dims, most)
+        return SketchForm.fitting(dims, max(fine - (most - dims) // 2, min(fine, dims // 4)), self.options.sketch_bits)
 
     def segment_options(self) -> SegmentOptions:
         """How rows are cut: as the options say, in longer spans where every coarse entry counts."""
