@@ -75,7 +75,7 @@ def quality_against_cost(rows: Rows, metric: str, better_high: bool) -> Figure:
     axes[0].set_ylabel(metric_label(metric))
     scale_of_shares(axes[0], [100 * row["device_share"] for row in rows])
     axes[1].set_xscale("symlog", linthresh=1)
-    axes[1].set_xlim(left=-0.2)
+    axes[1].set_xlim(-0.2, max(1, 3e-3 * max(row["h2d_bytes_per_token"] for row in rows)))
     scale_of_values(axes[0], metric, rows)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     context = ", ".join(str(c) for c in sorted({row["context"] for row in rows}))

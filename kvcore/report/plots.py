@@ -61,6 +61,8 @@ def needle_grids(samples: Sequence[dict[str, Any]]) -> Figure:
     runs = list(dict.fromkeys((row["label"], row["budget"]) for row in samples))
     contexts = sorted({row["context"] for row in samples})
     depths = sorted({row["depth"] for row in samples})
+    if len(contexts) == 1:
+        return _needle_columns(samples, runs, contexts, depths)
     columns = min(3, len(runs))
     lines = -(-len(runs) // columns)
     figure, axes = plt.subplots(
@@ -78,14 +80,40 @@ def needle_grids(samples: Sequence[dict[str, Any]]) -> Figure:
         axis.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths])
         axis.set_xlabel("context (tokens)")
         axis.set_ylabel("needle depth (%)")
-        for (y, x), value in np.ndenumerate(grid):
-            if not np.isnan(value):
-                axis.text(x, y, f"{value:.1f}", ha="center", va="center", color="w" if value < 0.6 else "k", fontsize=8)
+        _write_cells(axis, grid)
     for axis in list(axes.flat)[len(runs) :]:
         axis.axis("off")
     if image is not None:
         figure.colorbar(image, ax=axes, label="recall of the needle", shrink=0.8)
     return figure
+
+
+def _needle_columns(
+    samples: Sequence[dict[str, Any]], runs: list[tuple[str, float]], contexts: list[int], depths: list[float]
+) -> Figure:
+    """At one context a grid would be a column: the runs stand side by side instead."""
+    found = [_recall_grid(samples, label, budget, contexts, depths) for label, budget in runs]
+    grid = np.concatenate([column for column, _ in found], axis=1)
+    figure, (axis,) = new_figure(max(4.6, 2.6 + 0.5 * len(runs)), 4.4)
+    image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    names = [
+        f"{label if label == 'full' else f'{label}, {budget_text(budget)}'} (n={count})"
+        for (label, budget), (_, count) in zip(runs, found, strict=True)
+    ]
+    axis.set_xticks(range(len(runs)), names, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths])
+    axis.set_ylabel("needle depth (%)")
+    axis.set_title(f"context {contexts[0]} tokens", fontsize=10)
+    _write_cells(axis, grid)
+    figure.colorbar(image, ax=axis, label="recall of the needle")
+    return figure
+
+
+def _write_cells(axis: Any, grid: np.ndarray) -> None:
+    """The value into every cell that has one."""
+    for (y, x), value in np.ndenumerate(grid):
+        if not np.isnan(value):
+            axis.text(x, y, f"{value:.1f}", ha="center", va="center", color="w" if value < 0.6 else "k", fontsize=8)
 
 
 def _recall_grid(
@@ -130,12 +158,14 @@ def _by_budget(metric: str, rows: Sequence[dict[str, Any]]) -> Figure:
     looks = method_looks(methods)
     in_tokens = any(row["budget"] > 1 for row in rows)
     factor = 1 if in_tokens else 100
-    for method in methods:
+    for index, method in enumerate(methods):
         points = sorted((row for row in rows if row["method"] == method), key=lambda row: row["budget"])
+        # side by side: equal values and their intervals would hide each other
+        apart = factor * (1 + 0.012 * (index - len(methods) / 2))
         if method == "full":
             axis.axhline(points[0]["value"], color=looks[method][0], linestyle="--", linewidth=1.2, label=method)
         else:
-            draw_points(axis, points, [factor * p["budget"] for p in points], method, looks[method])
+            draw_points(axis, points, [apart * p["budget"] for p in points], method, looks[method])
     shares = [factor * row["budget"] for row in rows if row["method"] != "full"]
     place = "" if longest is None else f", context {longest} tokens"
     if in_tokens:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from kvcore.cli import groups
 
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#7F7F7F")
-MARKERS = "D^v<>X*hpd8"  # as many as have no divisor in common with the number of colours: no pair comes twice
+MARKERS = "D^v<>*hXpso"  # as many as have no divisor in common with the number of colours: no pair comes twice
 # what a reader looks for first looks the same in every picture
 OWN_LOOK = {"full": ("#000000", "P"), "sekv": ("#D55E00", "o"), "freqdepth": ("#0072B2", "s")}
 STYLE = {"axes.prop_cycle": cycler(color=["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F"])}
@@ -137,6 +137,6 @@ def scale_of_values(axis: Any, metric: str, rows: Sequence[dict[str, Any]]) -> N
 def scale_of_shares(axis: Any, percents: Sequence[float]) -> None:
     """Shares of the cache in percent: logarithmic, since the small ones lie close together."""
     axis.set_xscale("log")
-    ticks = [t for t in (1, 2, 5, 10, 20, 50, 100) if 0.7 * min(percents) <= t <= 1.3 * max(percents)]
+    ticks = [t for t in (1, 2, 5, 10, 15, 20, 50, 100) if 0.7 * min(percents) <= t <= 1.3 * max(percents)]
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
