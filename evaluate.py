@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from accelerate import PartialState
@@ -24,6 +25,9 @@ REGISTERED = (kvcore.baselines, kvcore.bench.all, sekv, freqdepth)  # importing 
 
 def evaluate_job(config: DictConfig) -> None:
     """One Hydra job: validate, run what is missing, write results, table and plots."""
+    # launchers send this function, not this file, to their processes: the registries are filled there as well
+    for module in REGISTERED:
+        importlib.import_module(module.__name__)
     plain = resolved(config)
     plan = evaluation_plan(plain)
     folder = output_folder(plain)

@@ -31,6 +31,9 @@ import sekv
 from freqdepth.cache import window_policy
 from freqdepth.method import FreqDepth
 from kvcore.backbone import BackboneConfig
+from kvcore.baselines.quest import Quest
+from kvcore.baselines.retroinfer import RetroInfer
+from kvcore.baselines.sentencekv import SentenceKV
 from kvcore.bench.plan import method_from_config
 from kvcore.budget import Budget, ModelSpec
 from kvcore.cli import check_overrides, config_dir, fail, resolved
@@ -42,6 +45,7 @@ from sekv.plan import Planner
 
 REGISTERED = (kvcore.baselines, sekv, freqdepth)  # importing them fills the registry
 OWN = ("context", "batch", "results")
+RETRIEVING = (Quest, RetroInfer, SentenceKV)  # their tokens live on the host
 NOMINAL_BITS = 4  # width at which coefficients of FreqDepthKV are counted; the real ones follow the spectrum
 TABLE_CONTEXTS = (8192, 32768, 131072)
 STORE_GROWTH = 8  # `sekv.rows.TokenStore` makes room for an eighth more when generated tokens first arrive
@@ -78,7 +82,7 @@ def plan_memory(method: Method, spec: ModelSpec, budget: Budget, context: int) -
         return plan_freqdepth(method, spec, budget, context)
     allowed = budget.device_bytes(spec, context)
     plan = MemoryPlan({"entries and their side data, at most": allowed}, traffic=0.0)
-    if getattr(method, "offload", False):
+    if isinstance(method, RETRIEVING) and getattr(method, "offload", True):
         plan.host = {"keys and values": spec.full_bytes(context)}
         plan.traffic = None
         plan.notes.append("Traffic follows what is retrieved: give results= for measured numbers.")

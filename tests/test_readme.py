@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import hydra
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from script_cases import load_script
 
 import evaluate
@@ -20,6 +23,7 @@ from kvcore.bench.plan import evaluation_plan
 from kvcore.cli import config_dir, resolved
 
 ROOT = Path(__file__).resolve().parent.parent
+QUICK = "run_quick_experiments.py"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -30,15 +34,19 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def commands(program: str) -> list[str]:
+    """Every command of the pages, and of the script that the first of them names."""
     lines = [line.split("#")[0].strip() for _, code in blocks("bash") for line in code.splitlines()]
-    return [line for line in lines if line.startswith(f"python {program}")]
+    lines += (
+        (ROOT / "scripts" / "quickstart.sh").read_text(encoding="utf-8").replace("$python ", "python ").splitlines()
+    )
+    return [line for line in dict.fromkeys(lines) if line.startswith(f"python {program}")]
 
 
 def composed(command: str, config_name: str) -> dict:
     """The configuration of a command; of a sweep, that of its first job."""
     overrides = []
     for word in shlex.split(command)[2:]:
-        if word.startswith("-"):
+        if word.startswith(("-", "hydra", "+hydra")):  # launchers are optional: tests/test_launchers.py
             continue
         parsed = OverridesParser.create().parse_override(word)
         if parsed.is_sweep_override():
@@ -67,6 +75,47 @@ def test_evaluate_commands_resolve(command):
     assert plan.benches
 
 
+NEED_DATA = ("longbench", "infinitebench", "gsm8k")
+# options of benchmarks that make a command small enough to run here; what they may not be is checked by the plan above
+SMALL = {
+    **{"contexts": [256], "depths": [0.5], "documents": 1, "continuation": 4, "max_new_tokens": 2, "num_samples": 1},
+    **{"settings": [[128, 2]], "repeats": 1, "warmup_tokens": 0, "tasks": ["niah_single_1"], "limit": 1},
+}
+
+
+@pytest.mark.parametrize("command", [line for line in commands("evaluate.py") if "hydra/launcher" not in line])
+def test_evaluate_commands_run_on_the_tiny_backbone(command, tmp_path, monkeypatch):
+    plain = composed(command, "evaluate")
+    plain["bench"] = {
+        # the prompts of RULER's tasks take some hundred tokens by themselves
+        name: options
+        | {key: value for key, value in SMALL.items() if key in options}
+        | ({"contexts": [704]} if name == "ruler" else {})
+        for name, options in plain["bench"].items()
+        if name not in NEED_DATA
+    }
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        plain["backbone"] = resolved(hydra.compose("evaluate", ["backbone=tiny"]))["backbone"]
+    # some of the methods: all of them run in tests/baselines/test_contract.py
+    chosen = list(plain["method"].items())
+    plain["method"] = dict(chosen[:2] + chosen[-2:])
+    # a budget of a few hundred tokens is below what some methods can reach
+    plain |= {"on_unreachable": "skip", "plots": False, "budget": 0.4, "data_dir": None, "output_dir": str(tmp_path)}
+    evaluate.evaluate_job(OmegaConf.create(plain))
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert {row["bench"] for row in results["summary"]} == set(plain["bench"])
+    assert len({row["method"] for row in results["summary"]}) >= min(2, len(plain["method"]))
+
+
+@pytest.mark.parametrize("command", commands(f"scripts/{QUICK}"))
+def test_commands_of_all_quick_experiments_name_what_there_is(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    script, called = load_script(QUICK.removesuffix(".py")), []
+    monkeypatch.setattr(script, "call", lambda *words: called.append(words) or 0)
+    assert script.main(shlex.split(command)[2:]) == 0
+    assert sum(words[0] == "evaluate.py" for words in called) == len(script.quick_experiments())
+
+
 @pytest.mark.parametrize("command", commands("train.py"))
 def test_train_commands_resolve(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -92,12 +141,23 @@ def test_report_commands_run(command, monkeypatch, tmp_path):
 
 
 def test_every_command_of_the_docs_is_of_a_kind_that_is_tested():
-    kinds = ("evaluate.py", "train.py", "scripts/plan_memory.py", "scripts/report.py")
+    kinds: tuple[str, ...] = (
+        "evaluate.py",
+        "train.py",
+        *(f"scripts/{name}" for name in ("plan_memory.py", "report.py", QUICK)),
+    )
+    # the first installs, the second is this test: their commands are tested, and their syntax below
+    starts = (*(f"python {kind}" for kind in kinds), "bash scripts/quickstart.sh", "bash scripts/test.sh")
     for page, code in blocks("bash"):
-        if page != "README.md":
-            assert all(line.startswith(tuple(f"python {kind}" for kind in kinds)) for line in code.splitlines()), page
+        assert all(line.startswith(starts) for line in code.splitlines()), page
     languages = {kind for page in PAGES for kind in re.findall(r"^```(\S+)", page.read_text("utf-8"), re.MULTILINE)}
     assert languages <= {"python", "bash"}
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.sh")))
+def test_shell_scripts_are_well_formed(script):
+    ran = subprocess.run(["bash", "-n", str(ROOT / "scripts" / script)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def links() -> list[tuple[str, str, str]]:

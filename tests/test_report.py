@@ -6,7 +6,9 @@ import matplotlib.image
 import pytest
 from rich.console import Console
 
-from kvcore.report.plots import plot_results
+from kvcore.cli import groups
+from kvcore.report.plots import plot_results, quality_figure
+from kvcore.report.style import MARKERS, method_looks
 from kvcore.report.tables import print_summary
 
 METHODS = ("full", "streaming_llm", "oracle_topk")
@@ -120,3 +122,32 @@ def test_only_the_row_over_all_tasks_is_shown_where_there_is_one():
     text = shown({"summary": rows, "samples": []})
     assert "(vt, cwe, all)" in text
     assert len([line for line in text.splitlines() if "full" in line]) == 1
+
+
+def test_no_two_methods_look_alike_and_one_looks_the_same_everywhere():
+    known, ablations = groups()["method"], groups()["ablation"]
+    looks = method_looks([*known, *(name for name in ablations if name.startswith("sekv_"))])
+    assert len(set(looks.values())) == len(looks) > len(MARKERS)
+    assert method_looks(["sekv", "snapkv"])["snapkv"] == looks["snapkv"] == method_looks(["snapkv"])["snapkv"]
+
+
+def test_budgets_in_tokens_are_drawn_as_tokens():
+    content = results()
+    rows = [row for row in content["summary"] if (row["bench"], row["metric"]) == ("niah", "recall")]
+    rows += [{**row, "budget": 256} for row in rows if row["method"] != "full"]
+    figure = quality_figure("niah", "recall", [{**r, "budget": 128} if r["budget"] == 0.1 else r for r in rows])
+    [axis] = figure.axes
+    assert "tokens per layer" in axis.get_xlabel() and axis.get_xlim()[1] < 300
+
+
+def test_rows_without_a_context_are_drawn():
+    rows = [row for row in results()["summary"] if row["metric"] == "recall" and row["context"] == 512]
+    [axis] = quality_figure("gsm8k", "recall", [{**row, "context": None} for row in rows]).axes
+    assert len(axis.containers) == 1 and len(axis.containers[0].lines[0].get_xdata()) == len(METHODS)
+
+
+def test_a_terminal_table_of_many_metrics_shows_the_telling_ones():
+    row = summary_row("efficiency", "total_seconds", "full", 2.0, 1.0, 512)
+    names = ["total_seconds", "ms_per_token_ratio", *(f"other_{index}" for index in range(20))]
+    text = shown({"summary": [{**row, "metric": name} for name in names], "samples": []})
+    assert "whole s" in text and "decode / full's" in text and "other" not in text

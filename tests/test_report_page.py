@@ -18,10 +18,14 @@ from kvcore.report.markdown import markdown_table
 from kvcore.report.sections import build_sections
 
 script = load_script("report")
-# asked inside the page, at the width of a small phone
-PROBE = """<script>addEventListener("load", () => { document.documentElement.style.width = "390px";
-document.body.dataset.probe = JSON.stringify({ wide: document.body.scrollWidth,
-images: [...document.images].map((i) => i.naturalWidth) }); });</script>"""
+PHONE = 390
+# the page in a frame as wide as a phone; the outer page asks it, since only the frame has a phone's width
+FRAME = """<!doctype html><body><iframe style="width:{width}px;height:844px;border:0" srcdoc="{page}"></iframe><script>
+addEventListener("load", () => {{ const page = document.querySelector("iframe").contentDocument;
+document.body.dataset.probe = JSON.stringify({{ inside: page.documentElement.clientWidth,
+wide: page.documentElement.scrollWidth, images: [...page.images].map((i) => i.naturalWidth),
+small: [...page.images].filter((i) => i.clientWidth < 300).length,
+cut: [...page.querySelectorAll("td:first-child")].filter((c) => c.clientWidth > 150).length }}); }});</script></body>"""
 
 
 @pytest.fixture(scope="module")
@@ -129,19 +133,46 @@ def test_a_file_that_is_no_result_is_refused_by_name(tmp_path, capsys):
     assert script.main([str(tmp_path)]) == 2
 
 
-def test_a_phone_shows_the_page(written, tmp_path):
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no Chromium on this machine: the page was not opened in a browser")
-    page = (written / "index.html").read_text(encoding="utf-8").replace("</body>", PROBE + "</body>")
-    path = tmp_path / "page.html"
-    path.write_text(page, encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=9000"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=390,844", "--dump-dom", path.as_uri()]
-    ran = subprocess.run([browser, *flags], capture_output=True, text=True, timeout=300, check=True)
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def opened(path, folder) -> tuple[dict, list[str]]:
+    """What the page says about itself at a phone's width, and the lines that it wrote to the console."""
+    page = html.escape(path.read_text(encoding="utf-8"), quote=True)
+    frame = folder / "frame.html"
+    frame.write_text(FRAME.format(width=PHONE, page=page), encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags += ["--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"]
+    flags += [
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=9000",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
+    command = [str(BROWSER), *flags, "--dump-dom", frame.as_uri()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     found = re.search(r'data-probe="([^"]+)"', ran.stdout)
     assert found, ran.stderr[-2000:]
-    probe = json.loads(html.unescape(found.group(1)))
-    assert probe["wide"] <= 390, "the body scrolls sideways on a phone"
-    assert probe["images"] and min(probe["images"]) > 0
-    assert "CONSOLE" not in ran.stderr, ran.stderr[-2000:]
+    return json.loads(html.unescape(found.group(1))), [line for line in ran.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: the page was not opened in a browser")
+def test_a_phone_shows_the_page(written, tmp_path):
+    probe, console = opened(written / "index.html", tmp_path)
+    assert probe["inside"] == PHONE
+    assert probe["wide"] <= PHONE, "the page scrolls sideways on a phone"
+    assert len(probe["images"]) == len(list(written.glob("*.png"))) and min(probe["images"]) > 0
+    assert probe["small"] == 0, "pictures too small to read"
+    assert probe["cut"] == 0, "pinned names that leave no room for numbers"
+    assert not console
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: the page was not opened in a browser")
+def test_a_page_that_is_broken_is_seen_to_be(written, tmp_path):
+    text = (written / "index.html").read_text(encoding="utf-8")
+    text = text.replace("base64,", "base64,AAAA", 1).replace("</body>", '<div style="width:999px">x</div></body>')
+    broken = tmp_path / "index.html"
+    broken.write_text(text.replace("</body>", "<script>console.error('seen')</script></body>"), encoding="utf-8")
+    probe, console = opened(broken, tmp_path)
+    assert probe["wide"] > PHONE and min(probe["images"]) == 0
+    assert any("seen" in line for line in console)

@@ -103,6 +103,21 @@ def test_an_unreachable_budget_is_an_error_or_left_out_as_asked(tmp_path, monkey
         evaluate(*toy_plan(on_unreachable="skip", method={"streaming_llm": {}}), tmp_path)
 
 
+def test_a_budget_out_of_reach_at_a_sample_only_is_left_out_there(tmp_path, monkeypatch, caplog):
+    """Checked at the model's longest context it is reachable; short prompts weigh the side data more."""
+    method = type(build_method("streaming_llm"))
+
+    def refuse(self, *arguments):
+        raise UnreachableBudgetError(self.name, 0.25, 0.9, "none")
+
+    monkeypatch.setattr(method, "new_cache", refuse)
+    with pytest.raises(UnreachableBudgetError):
+        evaluate(*toy_plan(), tmp_path / "error")
+    results = evaluate(*toy_plan(on_unreachable="skip"), tmp_path / "skip")
+    assert [row["label"] for row in results["samples"]] == ["full"] * 7
+    assert caplog.text.count("left out at 100 tokens") == 1, "tried once, not at every sample"
+
+
 def test_g7_generation_stops_at_every_end_id_and_at_stop_strings(backbone):
     sample = Sample(id="x", task="a", max_new_tokens=12)
     ids = backbone.tokenizer("some prompt").input_ids

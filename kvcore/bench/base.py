@@ -98,7 +98,8 @@ class Benchmark(ABC):
 
     Class attributes:
         name: the registered name.
-        higher_is_better: per metric, for tables and plots.
+        metrics: whether higher is better, per metric.
+        proportions: metrics that count answers found, with the score of a full one; their interval is Wilson's.
 
     Attributes:
         data_dir: local data (file, folder or glob); None means the benchmark's own source.
@@ -109,6 +110,7 @@ class Benchmark(ABC):
 
     name: ClassVar[str]
     metrics: ClassVar[dict[str, bool]]
+    proportions: ClassVar[dict[str, float]] = {}
 
     data_dir: str | None = None
     limit: int | None = None

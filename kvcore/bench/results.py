@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.bench.base import Benchmark
-from kvcore.bench.statistics import bootstrap_interval
+from kvcore.bench.statistics import bootstrap_interval, proportion_interval
 from kvcore.log import get_logger
 
 log = get_logger(__name__)
@@ -116,10 +116,10 @@ def summarise(benches: Sequence[Benchmark], rows: Sequence[dict[str, Any]], back
         for run_rows in _grouped(of_bench, ("label", "budget", "budget_scope", "context")):
             tasks = list(_grouped(run_rows, ("task",)))
             for task_rows in tasks:
-                summary += _task_summary(task_rows[0]["task"], task_rows, backbone, by_bench[name].seed)
+                summary += _task_summary(task_rows[0]["task"], task_rows, backbone, by_bench[name])
             extra = by_bench[name].summarise(run_rows)
             if not extra and len(tasks) > 1:
-                extra = _task_summary("all", run_rows, backbone, by_bench[name].seed)
+                extra = _task_summary("all", run_rows, backbone, by_bench[name])
             summary += [{**_identity(run_rows[0], row.get("task", "all"), backbone), **row} for row in extra]
     return summary
 
@@ -139,7 +139,7 @@ def _identity(row: dict[str, Any], task: str, backbone: str) -> dict[str, Any]:
     }
 
 
-def _task_summary(task: str, rows: Sequence[dict[str, Any]], backbone: str, seed: int) -> list[dict[str, Any]]:
+def _task_summary(task: str, rows: Sequence[dict[str, Any]], backbone: str, bench: Benchmark) -> list[dict[str, Any]]:
     """One row per metric over the samples of one task and run."""
     identity = _identity(rows[0], task, backbone)
     # bytes and shares at their worst sample, times and traffic as means
@@ -152,7 +152,8 @@ def _task_summary(task: str, rows: Sequence[dict[str, Any]], backbone: str, seed
     result = []
     for metric in rows[0]["metrics"]:
         values = [row["metrics"][metric] for row in rows if metric in row["metrics"]]
-        interval = bootstrap_interval(values, seed=seed)
+        top = bench.proportions.get(metric)
+        interval = bootstrap_interval(values, seed=bench.seed) if top is None else proportion_interval(values, top)
         result.append(
             {
                 **identity,

@@ -133,18 +133,26 @@ def _run_bench(
     groups = _groups(bench, backbone, samples, state.num_processes)[state.process_index :: state.num_processes]
     keys = {id(run): plan.run_key(bench, run) for run in runs}
     total = sum(len(group) for group in groups) * len(runs)
+    beyond: set[tuple[int, int | None]] = set()  # runs that cannot meet their budget at a length
     with _progress(bench.name, total, state.is_main_process) as advance:
         for group in groups:
             pending = [
                 run for run in runs if any((keys[id(run)], _sample_key(sample)) not in store for _, sample in group)
             ]
+            length = group[0][1].context_length
+            pending = [run for run in pending if (id(run), length) not in beyond]
             advance(len(group) * (len(runs) - len(pending)))
             if not pending:
                 continue
-            if isinstance(bench, GenerationBenchmark):
-                answers = bench.run_group(backbone, [sample for _, sample in group], pending)
-            else:
-                answers = [bench.run(backbone, sample, pending) for _, sample in group]
+            chosen = [sample for _, sample in group]
+            try:
+                answers = _answers(bench, backbone, chosen, pending)
+            except UnreachableBudgetError:
+                if plan.on_unreachable == "error":
+                    raise
+                wanted = pending
+                pending, answers = _reachable_answers(bench, backbone, chosen, wanted)
+                beyond |= {(id(run), length) for run in wanted if run not in pending}
             rows = [
                 {
                     "key": keys[id(run)],
@@ -166,6 +174,37 @@ def _run_bench(
             ]
             store.append(rows)
             advance(len(rows))
+
+
+def _answers(
+    bench: Benchmark, backbone: Backbone, samples: Sequence[Sample], runs: Sequence[MethodRun]
+) -> list[list[dict[str, Any]]]:
+    """Rows [sample][run]."""
+    if isinstance(bench, GenerationBenchmark):
+        return bench.run_group(backbone, samples, runs)
+    return [bench.run(backbone, sample, runs) for sample in samples]
+
+
+def _reachable_answers(
+    bench: Benchmark, backbone: Backbone, samples: Sequence[Sample], runs: Sequence[MethodRun]
+) -> tuple[list[MethodRun], list[list[dict[str, Any]]]]:
+    """The runs that meet their budget at the length of these samples, found one by one, and their rows.
+
+    Before a model is loaded a budget is checked at the model's longest context; side data that does not grow with it
+    weighs more in short ones.
+    """
+    kept: list[MethodRun] = []
+    rows: list[list[dict[str, Any]]] = [[] for _ in samples]
+    for run in runs:
+        try:
+            answers = _answers(bench, backbone, samples, [run])
+        except UnreachableBudgetError as error:
+            log.warning("left out at %s tokens: %s", samples[0].context_length, error)
+        else:
+            kept.append(run)
+            for own, [row] in zip(rows, answers, strict=True):
+                own.append(row)
+    return kept, rows
 
 
 def _groups(

@@ -1,16 +1,19 @@
-"""Bootstrap confidence intervals of scores, and the paired comparison of two methods.
+"""Confidence intervals of scores, and the paired comparison of two methods.
 
 Samples of a benchmark are few, so every mean carries an interval, and two methods are compared on the same samples.
-A score that is the plain mean of task means (RULER) is resampled within its tasks.
+A score that is the plain mean of task means (RULER) is resampled within its tasks. A bootstrap of equal values has no
+width, however few they are: shares of answers found get Wilson's interval, all other constants none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import norm
 
 RESAMPLES = 10_000
 _CHUNK_CELLS = 4_000_000
@@ -18,12 +21,12 @@ _CHUNK_CELLS = 4_000_000
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its percentile bootstrap interval.
+    """A mean with its interval.
 
     Attributes:
         value: the mean (of task means when there are several tasks).
-        low: lower end, or None with fewer than two samples.
-        high: upper end, or None with fewer than two samples.
+        low: lower end, or None where the samples do not tell: fewer than two, or all equal.
+        high: upper end, or None.
         n: samples.
     """
 
@@ -53,7 +56,7 @@ class PairedDifference:
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0, level: float = 0.95) -> Interval:
-    """Interval of the mean of `values`.
+    """Percentile bootstrap interval of the mean of `values`.
 
     Raises:
         ValueError: no values, a value that is not finite, a level outside (0, 1).
@@ -74,13 +77,33 @@ def stratified_interval(groups: Mapping[str, Sequence[float]], seed: int = 0, le
         raise ValueError("an interval needs at least one group of scores; received none")
     n = sum(map(len, arrays.values()))
     value = float(np.mean([array.mean() for array in arrays.values()]))
-    if n < 2:
+    if n < 2 or all(np.ptp(array) == 0 for array in arrays.values()):
         return Interval(value, None, None, n)
     rng = np.random.default_rng(seed)
     means = np.mean([_resampled_means(array, rng) for array in arrays.values()], axis=0)
     tail = 50 * (1 - level)
     low, high = np.percentile(means, [tail, 100 - tail])
     return Interval(value, float(low), float(high), n)
+
+
+def proportion_interval(values: Sequence[float], top: float = 1.0, level: float = 0.95) -> Interval:
+    """Wilson's interval of the mean of scores that count what was found: mostly 0 or `top`.
+
+    Scores between the two are allowed: they vary less than hits and misses of the same mean, so it is not too narrow.
+
+    Raises:
+        ValueError: no values, a value outside [0, top], a level outside (0, 1).
+    """
+    array = _checked("", values)
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"the level of an interval lies between 0 and 1; received {level}")
+    if array.min() < 0 or array.max() > top:
+        raise ValueError(f"scores must lie between 0 and {top:g}; received {array.min():g} to {array.max():g}")
+    n, share, z = len(array), float(array.mean()) / top, float(norm.ppf((1 + level) / 2))
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    # the ends at none and all found are 0 and top up to rounding
+    return Interval(share * top, max(0.0, centre - half) * top, min(1.0, centre + half) * top, n)
 
 
 def paired_difference(

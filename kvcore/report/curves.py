@@ -12,7 +12,17 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from kvcore.report.plots import LABELS, MARKERS, draw_points, new_figure
+from kvcore.report.style import (
+    MARKERS,
+    budget_text,
+    counts_text,
+    draw_points,
+    method_looks,
+    metric_label,
+    new_figure,
+    scale_of_shares,
+    scale_of_values,
+)
 
 Rows = Sequence[dict[str, Any]]
 COSTS = {
@@ -25,12 +35,15 @@ def memory_curve(rows: Rows) -> Figure:
     """Device and host bytes of the cache against the context, one line per method and budget."""
     figure, axes = new_figure(9.0, 4.2, columns=2)
     runs = list(dict.fromkeys((row["method"], row["budget"]) for row in rows))
+    # a method at several budgets needs a look for each
+    several = len(runs) > len({method for method, _ in runs})
+    looks = method_looks([f"{method} {budget}" if several and method != "full" else method for method, budget in runs])
     for axis, column, where in zip(axes, ("device_bytes", "host_bytes"), ("device", "host"), strict=True):
-        for index, (method, budget) in enumerate(runs):
+        for (method, budget), (colour, marker) in zip(runs, looks.values(), strict=True):
             points = {r["context"]: r[column] / 2**20 for r in rows if (r["method"], r["budget"]) == (method, budget)}
             xs = sorted(points)
-            name = method if method == "full" else f"{method}, {budget:g}"
-            axis.plot(xs, [points[x] for x in xs], marker=MARKERS[index % len(MARKERS)], alpha=0.8, label=name)
+            name = method if method == "full" else f"{method}, {budget_text(budget)}"
+            axis.plot(xs, [points[x] for x in xs], marker=marker, color=colour, alpha=0.8, label=name)
         axis.set_xscale("log", base=2)
         contexts = sorted({row["context"] for row in rows})
         axis.set_xticks(contexts, [str(c) for c in contexts], rotation=45)
@@ -39,36 +52,35 @@ def memory_curve(rows: Rows) -> Figure:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=7)
-    figure.suptitle(f"{rows[0]['bench']} on {rows[0]['backbone']}, largest of n={_counts(rows)} samples", fontsize=11)
+    title = f"{rows[0]['bench']} on {rows[0]['backbone']}, the largest of the samples, n={_counts(rows)}"
+    figure.suptitle(title, fontsize=11)
     return figure
 
 
 def quality_against_cost(rows: Rows, metric: str, better_high: bool) -> Figure:
     """A metric against device share and against traffic; the line joins the runs that no other run beats in both."""
     figure, axes = new_figure(11.0, 4.8, columns=2, share_y=True)
-    methods = list(dict.fromkeys(row["method"] for row in rows))
+    looks = method_looks(list(dict.fromkeys(row["method"] for row in rows)))
     for axis, (column, (label, factor)) in zip(axes, COSTS.items(), strict=True):
-        for index, method in enumerate(methods):
+        for method, look in looks.items():
             points = [row for row in rows if row["method"] == method]
             xs = [factor * row[column] for row in points]
-            marker = MARKERS[index % len(MARKERS)]
             name = f"{method} (reference)" if points[0].get("reference_only") else method
-            draw_points(axis, points, xs, name, marker, linestyle="none")
+            draw_points(axis, points, xs, name, look, linestyle="none")
         fair = [row for row in rows if not row.get("reference_only")]
         front = pareto_front(fair, column, better_high)
         axis.plot([factor * r[column] for r in front], [r["value"] for r in front], color="0.5", lw=1, zorder=0)
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel(LABELS.get(metric, metric))
+    axes[0].set_ylabel(metric_label(metric))
+    scale_of_shares(axes[0], [100 * row["device_share"] for row in rows])
     axes[1].set_xscale("symlog", linthresh=1)
-    axes[1].set_xlim(left=-0.2)
-    values = [row["value"] for row in rows]
-    if metric == "kl" and min(values) > -1e-6 and max(values) > 0:
-        axes[0].set_yscale("symlog", linthresh=1e-3)
-        axes[0].set_ylim(bottom=0, top=2 * max(values))
+    axes[1].set_xlim(-0.2, max(1, 3e-3 * max(row["h2d_bytes_per_token"] for row in rows)))
+    scale_of_values(axes[0], metric, rows)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     context = ", ".join(str(c) for c in sorted({row["context"] for row in rows}))
-    title = f"{rows[0]['bench']} on {rows[0]['backbone']}, context {context} tokens, n={_counts(rows)}; line: best runs"
+    title = f"{rows[0]['bench']} on {rows[0]['backbone']}, context {context} tokens, {counts_text(rows)}"
+    title += "; line: best runs"
     figure.suptitle(title, fontsize=11)
     return figure
 
@@ -91,7 +103,8 @@ def zoom_heatmaps(samples: Rows) -> Figure:
         own = [row["zoom"]["frequency"] for row in samples if (row["label"], row["budget"]) == (label, budget)]
         mean = 100 * np.mean(np.array(own, dtype=float), axis=0)
         image = axis.imshow(mean, cmap="viridis", aspect="auto", vmin=0, interpolation="nearest")
-        axis.set_title(f"{label}, budget {budget:g}\nmean {mean.mean():.1f}%, n={len(own)} samples", fontsize=10)
+        title = f"{label}, budget {budget_text(budget)}\nmean {mean.mean():.1f}%, n={len(own)} samples"
+        axis.set_title(title, fontsize=10)
         axis.set_xlabel("query head")
         axis.set_ylabel("layer")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -10,23 +10,39 @@ from html import escape
 from kvcore.report.content import Picture, Section, Table
 
 DPI = 130
+WIDE_INCHES = 8  # on paper narrower pictures stand two in a row
+REM_PER_INCH = 4  # of a picture that does not fit: 10-point letters are 9 pixels high then
 CSS = """
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 70rem; font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a;
+body { margin: 0 auto; padding: 1rem; max-width: 78rem; font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a;
   background: #fff; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; font-size: 1.3rem; }
 nav ul { padding-left: 1.2rem; }
 .scroll { overflow-x: auto; max-width: 100%; margin: 0.5rem 0; }
-table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+table { border-collapse: collapse; font-size: 0.78rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 caption { text-align: left; font-weight: 600; padding: 0.3rem 0; }
-th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th { background: #f3f3f3; vertical-align: bottom; white-space: normal; min-width: 5rem; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
+th, td { padding: 0.25rem 0.45rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+th { background: #f3f3f3; vertical-align: bottom; white-space: normal; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; }
+td:first-child { background: #fff; }
+/* pinned, the names must leave room for a number on a phone */
+@media (max-width: 40rem) { td:first-child { white-space: normal; min-width: 6rem; max-width: 8rem; } }
 th.published, td.published { background: #fff4dd; }
 .note { color: #555; font-size: 0.85rem; margin-top: 0; }
 figure { margin: 1.2rem 0; } figcaption { color: #333; font-size: 0.9rem; }
 img { max-width: 100%; height: auto; display: block; }
+@page { size: A4 landscape; margin: 12mm; }
+@media print {
+  body { max-width: none; padding: 0; font-size: 11px; }
+  nav { display: none; }
+  /* paper does not scroll */
+  .scroll { overflow: visible; } table { font-size: 9.5px; width: 100%; } .note { font-size: 9px; }
+  th, td { padding: 1px 3px; white-space: normal; overflow-wrap: anywhere; position: static !important; }
+  tr, figure { break-inside: avoid; } h2, caption { break-after: avoid; }
+  figure { display: inline-block; width: 49%; margin: 0 0 4mm; vertical-align: top; } figure.wide { width: 100%; }
+  img { min-width: 0 !important; max-height: 76mm; width: auto; } .wide img { max-height: 165mm; }
+}
 """
 
 
@@ -70,8 +86,11 @@ def html_table(table: Table) -> str:
 def _figure(picture: Picture) -> str:
     data = base64.b64encode(png_bytes(picture)).decode("ascii")
     caption = escape(picture.caption)
-    image = f'<img src="data:image/png;base64,{data}" alt="{escape(picture.caption, quote=True)}">'
-    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
+    # wide pictures scroll in a box of their own on a phone: letters keep one size, whatever the width
+    width = f"min-width:{picture.figure.get_figwidth() * REM_PER_INCH:.0f}rem"
+    image = f'<img src="data:image/png;base64,{data}" alt="{escape(picture.caption, quote=True)}" style="{width}">'
+    wide = ' class="wide"' if picture.figure.get_figwidth() > WIDE_INCHES else ""
+    return f'<figure{wide}><div class="scroll">{image}</div><figcaption>{caption}</figcaption></figure>'
 
 
 def png_bytes(picture: Picture) -> bytes:

@@ -1,6 +1,6 @@
 """Plots of a results file: needle heatmaps, quality against budget, scores per method.
 
-Colours are told apart by colour-blind readers and in print; every axis has a unit, every title its sample count.
+Every axis has a unit, every title its sample count.
 """
 
 from __future__ import annotations
@@ -9,20 +9,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-STYLE = "tableau-colorblind10"
-MARKERS = "osD^vP*X<>hp"
-LABELS = {
-    "kl": "KL to the full cache (nats), lower is better",
-    "agreement": "top-1 agreement with the full cache",
-    "coverage": "share of attention mass attended",
-}
+from kvcore.report.style import (
+    MARKERS,
+    STYLE,
+    budget_text,
+    counts_text,
+    draw_points,
+    method_looks,
+    metric_label,
+    new_figure,
+    scale_of_shares,
+    scale_of_values,
+    shown_metrics,
+)
+
+MANY_LINES = 8
 
 
 def plot_results(results: dict[str, Any], folder: Path) -> list[Path]:
@@ -34,7 +39,7 @@ def plot_results(results: dict[str, Any], folder: Path) -> list[Path]:
             samples = [row for row in results["samples"] if row["bench"] == bench]
             if any("depth" in row for row in samples):
                 paths.append(needle_heatmaps(samples, folder / f"{bench}_heatmap.png"))
-            for metric in dict.fromkeys(row["metric"] for row in summary):
+            for metric in shown_metrics(summary):
                 rows = over_tasks([row for row in summary if row["metric"] == metric])
                 paths.append(quality_against_budget(bench, metric, rows, folder / f"{bench}_{metric}.png"))
     return paths
@@ -56,6 +61,8 @@ def needle_grids(samples: Sequence[dict[str, Any]]) -> Figure:
     runs = list(dict.fromkeys((row["label"], row["budget"]) for row in samples))
     contexts = sorted({row["context"] for row in samples})
     depths = sorted({row["depth"] for row in samples})
+    if len(contexts) == 1:
+        return _needle_columns(samples, runs, contexts, depths)
     columns = min(3, len(runs))
     lines = -(-len(runs) // columns)
     figure, axes = plt.subplots(
@@ -65,19 +72,48 @@ def needle_grids(samples: Sequence[dict[str, Any]]) -> Figure:
     for axis, (label, budget) in zip(axes.flat, runs, strict=False):
         grid, count = _recall_grid(samples, label, budget, contexts, depths)
         image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        axis.set_title(f"{label}, budget {budget:g}\nmean {np.nanmean(grid):.2f}, n={count}", fontsize=10)
+        cells = int((~np.isnan(grid)).sum())
+        each = f" ({count // cells} per cell)" if count % cells == 0 else ""
+        name = label if label == "full" else f"{label}, budget {budget_text(budget)}"
+        axis.set_title(f"{name}\nmean {np.nanmean(grid):.2f}, n={count}{each}", fontsize=10)
         axis.set_xticks(range(len(contexts)), [str(c) for c in contexts], rotation=45)
         axis.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths])
         axis.set_xlabel("context (tokens)")
         axis.set_ylabel("needle depth (%)")
-        for (y, x), value in np.ndenumerate(grid):
-            if not np.isnan(value):
-                axis.text(x, y, f"{value:.1f}", ha="center", va="center", color="w" if value < 0.6 else "k", fontsize=8)
+        _write_cells(axis, grid)
     for axis in list(axes.flat)[len(runs) :]:
         axis.axis("off")
     if image is not None:
         figure.colorbar(image, ax=axes, label="recall of the needle", shrink=0.8)
     return figure
+
+
+def _needle_columns(
+    samples: Sequence[dict[str, Any]], runs: list[tuple[str, float]], contexts: list[int], depths: list[float]
+) -> Figure:
+    """At one context a grid would be a column: the runs stand side by side instead."""
+    found = [_recall_grid(samples, label, budget, contexts, depths) for label, budget in runs]
+    grid = np.concatenate([column for column, _ in found], axis=1)
+    figure, (axis,) = new_figure(max(4.6, 2.6 + 0.5 * len(runs)), 4.4)
+    image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    names = [
+        f"{label if label == 'full' else f'{label}, {budget_text(budget)}'} (n={count})"
+        for (label, budget), (_, count) in zip(runs, found, strict=True)
+    ]
+    axis.set_xticks(range(len(runs)), names, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths])
+    axis.set_ylabel("needle depth (%)")
+    axis.set_title(f"context {contexts[0]} tokens", fontsize=10)
+    _write_cells(axis, grid)
+    figure.colorbar(image, ax=axis, label="recall of the needle")
+    return figure
+
+
+def _write_cells(axis: Any, grid: np.ndarray) -> None:
+    """The value into every cell that has one."""
+    for (y, x), value in np.ndenumerate(grid):
+        if not np.isnan(value):
+            axis.text(x, y, f"{value:.1f}", ha="center", va="center", color="w" if value < 0.6 else "k", fontsize=8)
 
 
 def _recall_grid(
@@ -100,59 +136,74 @@ def quality_against_budget(bench: str, metric: str, rows: Sequence[dict[str, Any
 
 
 def quality_figure(bench: str, metric: str, rows: Sequence[dict[str, Any]]) -> Figure:
-    """A metric against the measured device share, one line per method, with confidence intervals.
+    """A metric against the nominal budget, one line per method, with confidence intervals.
 
     With one budget only, methods stand side by side on the horizontal axis instead.
     """
+    budgets = {row["budget"] for row in rows if row["method"] != "full"}
+    figure = _by_budget(metric, rows) if len(budgets) > 1 else _by_method(metric, rows)
+    budget = "" if len(budgets) != 1 else f", budget {budget_text(next(iter(budgets)))}"
+    figure.suptitle(f"{bench} on {rows[0]['backbone']}{budget}, {counts_text(rows)}", fontsize=11)
+    return figure
+
+
+def _by_budget(metric: str, rows: Sequence[dict[str, Any]]) -> Figure:
+    """One line per method at the longest context; the full cache is a line across."""
+    contexts = [row["context"] for row in rows if row["context"] is not None]
+    longest = max(contexts, default=None)
+    rows = [row for row in rows if row["context"] == longest]
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    budgets = {row["budget"] for row in rows if not (row["budget"] == 1.0 and row["method"] == "full")}
-    contexts = sorted({row["context"] for row in rows if row["context"] is not None})
-    figure, axis = plt.subplots(figsize=(7.2, 4.6), layout="constrained")
-    if len(budgets) > 1:
-        for index, method in enumerate(methods):
-            points = sorted(
-                (row for row in rows if row["method"] == method and row["context"] == contexts[-1]),
-                key=lambda row: row["budget"],
-            )
-            draw_points(axis, points, [100 * p["budget"] for p in points], method, MARKERS[index % len(MARKERS)])
-        axis.set_xlabel(f"nominal budget (% of the full cache's bytes), context {contexts[-1]} tokens")
-        axis.legend(fontsize=8)
+    many = len(methods) > MANY_LINES
+    figure, (axis,) = new_figure(9.4 if many else 7.2, 5.2 if many else 4.6)
+    looks = method_looks(methods)
+    in_tokens = any(row["budget"] > 1 for row in rows)
+    factor = 1 if in_tokens else 100
+    for index, method in enumerate(methods):
+        points = sorted((row for row in rows if row["method"] == method), key=lambda row: row["budget"])
+        # side by side: equal values and their intervals would hide each other
+        apart = factor * (1 + 0.012 * (index - len(methods) / 2))
+        if method == "full":
+            axis.axhline(points[0]["value"], color=looks[method][0], linestyle="--", linewidth=1.2, label=method)
+        else:
+            draw_points(axis, points, [apart * p["budget"] for p in points], method, looks[method])
+    shares = [factor * row["budget"] for row in rows if row["method"] != "full"]
+    place = "" if longest is None else f", context {longest} tokens"
+    if in_tokens:
+        axis.set_xlabel(f"budget (tokens per layer and KV head){place}")
     else:
-        for index, context in enumerate(contexts):
-            points = [row for row in rows if row["context"] == context]
-            offset = (index - (len(contexts) - 1) / 2) * 0.15
-            xs = [methods.index(p["method"]) + offset for p in points]
-            draw_points(axis, points, xs, f"{context} tokens", MARKERS[index % len(MARKERS)], linestyle="none")
-        axis.set_xticks(range(len(methods)), methods, rotation=30, ha="right")
-        axis.legend(title="context", fontsize=8)
-    values = [row["value"] for row in rows]
-    if metric == "kl" and min(values) > -1e-6 and max(values) > 0:
-        axis.set_yscale("symlog", linthresh=1e-3)
-        axis.set_ylim(bottom=0, top=2 * max(values))
-    axis.set_ylabel(LABELS.get(metric, metric))
-    counts = sorted({row["n"] for row in rows})
-    budget_text = "" if len(budgets) > 1 else f", budget {next(iter(budgets), 1.0):g}"
-    axis.set_title(f"{bench} on {rows[0]['backbone']}{budget_text}, n={'-'.join(map(str, counts))}, 95% intervals")
+        scale_of_shares(axis, shares)
+        axis.set_xlabel(f"nominal budget (% of the full cache's bytes){place}")
+    if many:
+        figure.legend(loc="outside right center", fontsize=8)
+    else:
+        axis.legend(fontsize=8)
+    scale_of_values(axis, metric, rows)
+    axis.set_ylabel(metric_label(metric))
     axis.grid(alpha=0.3)
     return figure
 
 
-def new_figure(width: float, height: float, columns: int = 1, share_y: bool = False) -> tuple[Figure, Any]:
-    """A figure in this project's style and its axes, side by side; sizes in inches."""
-    figure, axes = plt.subplots(
-        1, columns, figsize=(width, height), squeeze=False, sharey=share_y, layout="constrained"
-    )
-    return figure, axes[0]
-
-
-def draw_points(
-    axis: Any, points: Sequence[dict[str, Any]], xs: Sequence[float], label: str, marker: str, linestyle: str = "-"
-) -> None:
-    ys = np.array([p["value"] for p in points], dtype=float)
-    low = np.array([p["value"] if p.get("ci_low") is None else p["ci_low"] for p in points], dtype=float)
-    high = np.array([p["value"] if p.get("ci_high") is None else p["ci_high"] for p in points], dtype=float)
-    errors = np.clip(np.stack([ys - low, high - ys]), 0, None)
-    axis.errorbar(xs, ys, yerr=errors, label=label, marker=marker, linestyle=linestyle, capsize=3)
+def _by_method(metric: str, rows: Sequence[dict[str, Any]]) -> Figure:
+    """Methods side by side, one marker per context."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    contexts = sorted({row["context"] for row in rows}, key=lambda c: (c is not None, c))
+    figure, (axis,) = new_figure(max(7.2, 1.5 + 0.42 * len(methods)), 4.8)
+    for index, context in enumerate(contexts):
+        points = [row for row in rows if row["context"] == context]
+        offset = (index - (len(contexts) - 1) / 2) * 0.15
+        xs = [methods.index(p["method"]) + offset for p in points]
+        name = "no context" if context is None else f"{context} tokens"
+        draw_points(axis, points, xs, name, (None, MARKERS[index % len(MARKERS)]), linestyle="none")
+    axis.set_xticks(range(len(methods)), methods, rotation=35, ha="right", rotation_mode="anchor", fontsize=9)
+    axis.set_xlim(-0.5, len(methods) - 0.5)
+    if len(contexts) > 1:
+        axis.legend(title="context", fontsize=8, title_fontsize=8)
+    elif contexts[0] is not None:
+        axis.set_xlabel(f"method, context {contexts[0]} tokens")
+    scale_of_values(axis, metric, rows)
+    axis.set_ylabel(metric_label(metric))
+    axis.grid(alpha=0.3)
+    return figure
 
 
 def _save(figure: Any, path: Path) -> Path:

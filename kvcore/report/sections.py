@@ -9,19 +9,15 @@ import matplotlib.pyplot as plt
 
 from kvcore.report.content import Picture, Section, Source, Table
 from kvcore.report.curves import memory_curve, quality_against_cost, training_curves, zoom_heatmaps
-from kvcore.report.plots import STYLE, needle_grids, over_tasks, quality_figure
+from kvcore.report.plots import needle_grids, over_tasks, quality_figure
+from kvcore.report.style import MANY_METRICS, SHOWN_METRICS, STYLE, shown_metrics
 from kvcore.report.tables import summary_cells, with_interval
 
 LOWER_IS_BETTER = ("kl", "seconds", "ms_per", "bytes")
-# of the efficiency benchmark's two dozen metrics; the ratios are to the full cache of the same run
-SHOWN_METRICS = (
-    *("total_seconds", "total_seconds_ratio", "tokens_per_second", "tokens_per_second_ratio", "ttft_seconds"),
-    *("ms_per_token_ratio", "peak_growth_bytes_ratio"),
-)
-MANY_METRICS = 10
 UNITS = (
-    "Shares are of the full cache's bytes in the model's dtype, everything counted; brackets are 95% bootstrap "
-    "intervals, left out where samples are too few; '-' was not measured."
+    "Shares are of the full cache's bytes in the model's dtype, everything counted. Brackets are 95% intervals "
+    "(bootstrap; Wilson's for shares of answers found), left out where one sample or equal samples cannot tell; "
+    "'-' was not measured."
 )
 
 
@@ -79,9 +75,8 @@ def _how(source: Source) -> list[str]:
 
 
 def _summary_table(bench: str, rows: list[dict[str, Any]]) -> Table:
-    metrics = list(dict.fromkeys(row["metric"] for row in rows))
-    if len(metrics) > MANY_METRICS:
-        rows = [row for row in rows if row["metric"] in SHOWN_METRICS]
+    shown = shown_metrics(rows)
+    rows = [row for row in rows if row["metric"] in shown]
     columns, cells = summary_cells(rows)
     return Table(f"{bench} on {rows[0]['backbone']}", columns, cells, UNITS)
 
@@ -95,21 +90,21 @@ def _pictures(name: str, bench: str, rows: list[dict[str, Any]], samples: list[d
     if zoomed:
         caption = f"{bench}: how often each layer and query head zooms in."
         pictures.append(Picture(f"{name}_zoom", caption, zoom_heatmaps(zoomed)))
-    metrics = list(dict.fromkeys(row["metric"] for row in rows))
-    shown = metrics if len(metrics) <= MANY_METRICS else [m for m in metrics if m in SHOWN_METRICS]
-    for metric in shown:
+    for metric in shown_metrics(rows):
         own = over_tasks([row for row in rows if row["metric"] == metric])
         caption = f"{bench}: {metric} by method, budget and context."
         pictures.append(Picture(f"{name}_{metric}", caption, quality_figure(bench, metric, own)))
         longest = max((row["context"] for row in own if row["context"] is not None), default=None)
         points = [r for r in own if r["context"] == longest and _has_costs(r)]
-        if metric not in ("coverage", *SHOWN_METRICS) and len(points) > 2:
+        # at one budget all would stand above one another
+        budgets = {r["budget"] for r in points if r["method"] != "full"}
+        if metric not in ("coverage", *SHOWN_METRICS) and len(budgets) > 1:
             caption = f"{bench}: {metric} against device bytes and against traffic, longest context."
             better_high = not any(part in metric for part in LOWER_IS_BETTER)
             figure = quality_against_cost(points, metric, better_high)
             pictures.append(Picture(f"{name}_{metric}_pareto", caption, figure))
     sized = [row for row in rows if row["context"] is not None and row.get("device_bytes") is not None]
-    sized = [row for row in sized if row.get("host_bytes") is not None and row["metric"] == metrics[0]]
+    sized = [row for row in sized if row.get("host_bytes") is not None and row["metric"] == rows[0]["metric"]]
     if len({row["context"] for row in sized}) > 1:
         caption = f"{bench}: bytes of the cache on device and host against the context."
         pictures.append(Picture(f"{name}_memory", caption, memory_curve(sized)))

@@ -9,8 +9,25 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvcore.report.style import shown_metrics
+
 WIDTH = 150
-METRIC_NAMES = {"kl": "KL (nats)", "agreement": "top-1 agreement", "coverage": "attention coverage"}
+METRIC_NAMES = {
+    "kl": "KL (nats)",
+    "agreement": "top-1 agreement",
+    "coverage": "attention coverage",
+    "string_match": "score (%)",
+    "accuracy": "accuracy (%)",
+    "exact_match": "exact match (%)",
+    "strict_match": "strict match (%)",
+    "total_seconds": "whole s",
+    "total_seconds_ratio": "whole / full's",
+    "tokens_per_second": "tokens/s",
+    "tokens_per_second_ratio": "tokens/s / full's",
+    "ttft_seconds": "first token s",
+    "ms_per_token_ratio": "decode / full's",
+    "peak_growth_bytes_ratio": "peak growth / full's",
+}
 
 
 def print_summary(results: dict[str, Any], console: Console | None = None) -> None:
@@ -24,7 +41,8 @@ def print_summary(results: dict[str, Any], console: Console | None = None) -> No
 def summary_table(bench: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Table of one benchmark; over several tasks only their common row is shown."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    columns, lines = summary_cells(rows)
+    shown = shown_metrics(rows)
+    columns, lines = summary_cells([row for row in rows if row["metric"] in shown])
     table = Table(title=f"{bench} on {rows[0]['backbone']} ({', '.join(tasks)})", title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
@@ -67,11 +85,12 @@ def _row_key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def with_interval(row: dict[str, Any]) -> str:
     """A value with its 95% interval where there is one."""
-    value = f"{row['value']:.4f}" if row["metric"] == "kl" else f"{row['value']:.3f}"
+    digits = 4 if row["metric"] == "kl" else 3
+    value = f"{row['value']:z.{digits}f}"  # z: no minus before a zero
     if row.get("ci_low") is None:
         return value
     digits = 4 if row["metric"] == "kl" else 2
-    return f"{value} [{row['ci_low']:.{digits}f}, {row['ci_high']:.{digits}f}]"
+    return f"{value} [{row['ci_low']:z.{digits}f}, {row['ci_high']:z.{digits}f}]"
 
 
 def _format(value: float | None, spec: str, factor: float = 1.0) -> str:

@@ -22,7 +22,8 @@ def test_every_metric_is_measured_and_full_is_its_own_reference(tiny_backbone):
     assert [(s.task, s.context_length, s.max_new_tokens) for s in samples] == [("256/6", 256, 6), ("512/4", 512, 4)]
     full, streaming = bench.run(tiny_backbone, samples[1], runs("full", "streaming_llm"))
     for row in (full, streaming):
-        assert set(row["metrics"]) == set(bench.metrics)
+        # a process keeps freed pages: no ratio of peaks without a device of its own
+        assert set(row["metrics"]) == set(bench.metrics) - {"peak_bytes_ratio", "peak_growth_bytes_ratio"}
         assert all(math.isfinite(value) for value in row["metrics"].values())
         times = [row["metrics"][name] for name in ("prefill_seconds", "ttft_seconds", "total_seconds")]
         assert 0 < times[0] <= times[1] <= times[2]

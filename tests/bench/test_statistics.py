@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcore.bench.statistics import bootstrap_interval, paired_difference, stratified_interval
+from kvcore.bench.statistics import bootstrap_interval, paired_difference, proportion_interval, stratified_interval
 
 
 def test_interval_covers_the_true_mean_about_as_often_as_it_says():
@@ -17,10 +17,32 @@ def test_interval_covers_the_true_mean_about_as_often_as_it_says():
     assert hits >= 50
 
 
-def test_interval_of_one_sample_has_no_ends_and_constants_have_no_width():
+def test_interval_of_one_sample_or_of_equal_ones_has_no_ends():
     assert bootstrap_interval([3.0]).low is None
     constant = bootstrap_interval([1.0] * 5)
-    assert (constant.value, constant.low, constant.high, constant.n) == (1.0, 1.0, 1.0, 5)
+    assert (constant.value, constant.low, constant.high, constant.n) == (1.0, None, None, 5)
+    assert stratified_interval({"a": [1.0] * 3, "b": [0.0] * 3}).low is None
+    assert stratified_interval({"a": [1.0] * 3, "b": [0.0, 1.0]}).low is not None
+
+
+@pytest.mark.parametrize("top", [1.0, 100.0])
+def test_answers_found_get_an_interval_even_when_all_or_none_are(top):
+    def ends(values):
+        interval = proportion_interval([top * value for value in values], top)
+        return interval.low / top, interval.high / top
+
+    # Wilson (1927): z² / (n + z²) from the end
+    assert ends([1] * 4) == pytest.approx((0.5101, 1.0), abs=1e-4)
+    assert ends([0] * 30) == pytest.approx((0.0, 0.1135), abs=1e-4)
+    assert ends([1] * 28 + [0] * 2) == pytest.approx((0.7868, 0.9815), abs=1e-4)
+    with pytest.raises(ValueError, match="between 0 and"):
+        proportion_interval([top, -0.5], top)
+
+
+def test_the_interval_of_answers_found_covers_the_true_share():
+    rng = np.random.default_rng(0)
+    found = [proportion_interval((rng.random(12) < 0.9).astype(float).tolist()) for _ in range(300)]
+    assert sum(interval.low <= 0.9 <= interval.high for interval in found) >= 0.9 * 300
 
 
 def test_mean_of_tasks_is_plain_whatever_their_sizes():

@@ -33,6 +33,7 @@ class GSM8K(GenerationBenchmark):
 
     name: ClassVar[str] = "gsm8k"
     metrics: ClassVar[dict[str, bool]] = {"exact_match": True, "strict_match": True}
+    proportions: ClassVar[dict[str, float]] = {"exact_match": 100.0, "strict_match": 100.0}
 
     num_shots: int = 50
     max_new_tokens: int = 256

@@ -35,6 +35,7 @@ class HumanEval(GenerationBenchmark):
 
     name: ClassVar[str] = "humaneval"
     metrics: ClassVar[dict[str, bool]] = {"pass@1": True}
+    proportions: ClassVar[dict[str, float]] = {"pass@1": 100.0}
 
     allow_code_execution: bool = False
     timeout_seconds: float = 3.0

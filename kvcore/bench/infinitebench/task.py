@@ -41,6 +41,7 @@ class InfiniteBench(GenerationBenchmark):
 
     name: ClassVar[str] = "infinitebench"
     metrics: ClassVar[dict[str, bool]] = {"accuracy": True, "f1": True, "rouge_lsum": True, "average": True}
+    proportions: ClassVar[dict[str, float]] = {"accuracy": 100.0}
 
     tasks: tuple[str, ...] = ()
     variant: str | int | None = None

@@ -34,6 +34,7 @@ class NeedleInAHaystack(GenerationBenchmark):
 
     name: ClassVar[str] = "niah"
     metrics: ClassVar[dict[str, bool]] = {"recall": True}
+    proportions: ClassVar[dict[str, float]] = {"recall": 1.0}
 
     contexts: tuple[int, ...] = (1024, 2048, 4096)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
