@@ -31,6 +31,8 @@ import sekv
 from freqdepth.cache import window_policy
 from freqdepth.method import FreqDepth
 from kvcore.backbone import BackboneConfig
+from kvcore.baselines.retroinfer import RetroInfer
+from kvcore.baselines.sentencekv import SentenceKV
 from kvcore.bench.plan import method_from_config
 from kvcore.budget import Budget, ModelSpec
 from kvcore.cli import check_overrides, config_dir, fail, resolved
@@ -78,7 +80,7 @@ def plan_memory(method: Method, spec: ModelSpec, budget: Budget, context: int) -
         return plan_freqdepth(method, spec, budget, context)
     allowed = budget.device_bytes(spec, context)
     plan = MemoryPlan({"entries and their side data, at most": allowed}, traffic=0.0)
-    if getattr(method, "offload", False):
+    if getattr(method, "offload", isinstance(method, RetroInfer | SentenceKV)):
         plan.host = {"keys and values": spec.full_bytes(context)}
         plan.traffic = None
         plan.notes.append("Traffic follows what is retrieved: give results= for measured numbers.")

@@ -58,13 +58,14 @@ def test_freqdepth_bytes_are_at_most_the_plan_and_near_it(tiny, budget):
     assert ledger.device_bytes + plan.device["exact window and sinks"] >= sum(plan.device.values()) * (1 - TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["full", "streaming_llm", "snapkv", "kivi", "quest"])
+@pytest.mark.parametrize("name", ["full", "streaming_llm", "snapkv", "kivi", "quest", "retroinfer", "sentencekv"])
 def test_other_methods_stay_within_the_plan(tiny, name):
     budget = 1.0 if name == "full" else 0.4
     plan = planner.plan_memory(build_method(name), attach(tiny), Budget(budget), CONTEXT)
     (device, host), _ = measured(tiny, name, budget)
     assert device <= sum(plan.device.values()) * (1 + TOLERANCE)
     assert host <= sum(plan.host.values()) * (1 + TOLERANCE) + 1
+    assert bool(host) == bool(plan.host)
     if name in ("full", "streaming_llm", "snapkv"):
         assert device == pytest.approx(sum(plan.device.values()), rel=TOLERANCE)
 
