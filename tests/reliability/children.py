@@ -68,9 +68,11 @@ def _counting(folder: Path, reached: Callable[[int], object]) -> Callable[[str, 
 
     def hook(event: str, arguments: tuple) -> None:
         nonlocal count
+        if event not in OPERATIONS:
+            return
+        paths = [str(path) for path in arguments[: 2 if event == "os.rename" else 1]]
         # paths relative to an open folder (of `shutil.rmtree`) count as well
-        inside = any(isinstance(a, str | Path) and (str(folder) in str(a) or "/" not in str(a)) for a in arguments[:2])
-        if event in OPERATIONS and inside:
+        if any(str(folder) in path or "/" not in path for path in paths):
             count += 1
             reached(count)
 
