@@ -1,4 +1,4 @@
-"""Losses and student on a tiny model: gradients, frozen backbone, causality, memory, equality with decoding."""
+"""Losses and student on a tiny model: gradients (H2), frozen backbone, causality, memory, equality with decoding."""
 
 from __future__ import annotations
 
