@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from kvcore.backbone import Backbone, BackboneConfig, load_backbone
 from kvcore.bench.plan import method_from_config
 from kvcore.bench.results import write_atomically
+from kvcore.bench.runner import OutputFolder
 from kvcore.budget import Budget
 from kvcore.cli import config_hash, fail, is_multirun, resolved, run
 from kvcore.environment import git_revision
@@ -97,11 +98,20 @@ def train_job(config: DictConfig) -> None:
     plain = resolved(config)
     plan = train_plan(plain)
     folder = output_folder(plain)
-    resuming = _last_exists(folder)
-    if resuming and not plain["resume"]:
+    if _last_exists(folder) and not plain["resume"]:
         raise ValueError(f"{folder} already holds checkpoints; use resume=true to go on, or another output_dir")
     # without the flag accelerate takes the processes of a CPU launch for unrelated single ones
     accelerator = Accelerator(cpu=plan.backbone.device == "cpu" or not torch.accelerator.is_available())
+    held = OutputFolder(folder, accelerator.is_main_process)
+    try:
+        train_in(folder, config, plan, accelerator)
+    finally:
+        held.release()
+
+
+def train_in(folder: Path, config: DictConfig, plan: TrainPlan, accelerator: Accelerator) -> None:
+    """Train, or go on, in an output folder that this run holds, and write the router."""
+    plain, resuming = resolved(config), _last_exists(folder)
     backbone = load_backbone(_placed(plan.backbone, accelerator))
     objective = build_objective(plan, backbone)
     trainer = build_trainer(plan, backbone, objective, accelerator, folder, trajectory(plain))
@@ -111,7 +121,6 @@ def train_job(config: DictConfig) -> None:
         calibrate(objective, plan, backbone)
     main = accelerator.is_main_process
     if main:
-        folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         keep_until(folder / "metrics.jsonl", trainer.progress.step)
     tracker = Tracker(plan.logger if main else LoggerConfig(), folder, plain, name=folder.name)

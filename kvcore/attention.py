@@ -29,11 +29,18 @@ from kvcore.memory import PromptMemoryError, is_out_of_memory
 
 NAME = "kvcore"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-TESTED_TRANSFORMERS = ("5.24.0", "5.25.0")  # from, below
+# from, below; scripts/check_versions.sh tests the ends
+TESTED = {"transformers": ("5.14.0", "5.25.0"), "torch": ("2.13.0", "2.14.0")}
+CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24.0") else "past_key_values"
 
 _active = threading.local()
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, ModelSpec] = weakref.WeakKeyDictionary()
 log = get_logger(__name__)
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """A cache as a keyword of `model(...)` and `model.generate(...)`: transformers 5.24 renamed it."""
+    return {CACHE_ARGUMENT: cache}
 
 
 def active_cache() -> CompressedCache | None:
@@ -213,15 +220,17 @@ def _input_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _warn_version() -> None:
-    version = Version(transformers.__version__)
-    low, high = map(Version, TESTED_TRANSFORMERS)
-    if not low <= version < high:
-        log.warning(
-            "transformers %s is outside the tested range %s <= version < %s; a bypassed attention call raises an error",
-            version,
-            low,
-            high,
-        )
+    for package in (transformers, torch):
+        name, version = package.__name__, Version(package.__version__)
+        low, high = map(Version, TESTED[name])
+        if not low <= Version(version.base_version) < high:
+            log.warning(
+                "%s %s is outside the tested range %s <= version < %s; a bypassed attention call raises an error",
+                name,
+                version,
+                low,
+                high,
+            )
 
 
 @torch.no_grad()
@@ -263,7 +272,7 @@ def prefill(
                 input_ids=input_ids[:, start:stop],
                 attention_mask=None if attention_mask is None else attention_mask[:, :stop],
                 position_ids=None if position_ids is None else position_ids[:, start:stop],
-                cache=cache,
+                **cache_argument(cache),
                 logits_to_keep=1,
             ).logits
         except (RuntimeError, MemoryError) as error:

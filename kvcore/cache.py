@@ -323,7 +323,7 @@ class CompressedCache(Cache):
             )
 
     def _refuse_rollback(self, feature: str) -> None:
-        if not self.is_croppable:
+        if not all(layer.is_croppable for layer in self.layers):
             raise NotImplementedError(
                 f"method '{self.method}' does not support {feature}: compressed tokens cannot be taken back exactly. "
                 "Use plain greedy, sampling or beam search, or method 'full'"

@@ -26,7 +26,7 @@ from rich.table import Table
 import freqdepth
 import kvcore.baselines
 import sekv
-from kvcore.attention import prefill
+from kvcore.attention import cache_argument, prefill
 from kvcore.backbone import Backbone, BackboneConfig, load_backbone
 from kvcore.budget import Budget, UnreachableBudgetError
 from kvcore.environment import environment
@@ -105,7 +105,7 @@ def measure(backbone: Backbone, runs: list[tuple[Method, float]], options: argpa
     for position in range(options.context, options.context + options.steps):
         for cache, times in zip(caches, steps, strict=True):
             began = time.process_time()
-            backbone.model(input_ids=ids[:, position : position + 1], cache=cache)
+            backbone.model(input_ids=ids[:, position : position + 1], **cache_argument(cache))
             times.append(1000 * (time.process_time() - began))
     medians, means = [statistics.median(times) for times in steps], [statistics.mean(times) for times in steps]
     return [

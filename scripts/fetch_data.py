@@ -21,12 +21,15 @@ import re
 import sys
 import zipfile
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from kvcore.bench.results import write_atomically
+from filelock import FileLock, Timeout
+
+from kvcore.bench.results import remove_unfinished, write_atomically
 from kvcore.bench.sources import HubSource, data_cache, read_hub
 
 SOURCES = Path(__file__).with_name("data_sources.json")
@@ -59,9 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = options.target / name if options.target else data_cache(name)
         try:
             fetch_set(sources[name], folder)
-        except (FetchError, FileNotFoundError, PermissionError) as error:
+        except (FetchError, OSError) as error:  # OSError: the disk is full, the folder cannot be written
             print(f"  failed: {error}", file=sys.stderr)
             failed.append(name)
+        except KeyboardInterrupt:
+            print("\nstopped. The same command continues where it stopped", file=sys.stderr)
+            return 130
     if failed:
         print(f"not complete: {', '.join(failed)}. The same command continues where it stopped", file=sys.stderr)
     return 1 if failed else 0
@@ -71,10 +77,20 @@ def fetch_set(source: dict[str, Any], folder: Path) -> None:
     """Download, verify and unpack one set.
 
     Raises:
-        FetchError: a download or a checksum failed.
-        PermissionError: the folder cannot be written.
+        FetchError: a download or a checksum failed, or another command fills the folder.
+        OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        # two commands would append to the same unfinished download
+        with FileLock(str(folder / ".lock")).acquire(timeout=0):
+            remove_unfinished(folder)
+            _fill(source, folder)
+    except Timeout as error:
+        raise FetchError(f"another command is filling {folder}; wait for it") from error
+
+
+def _fill(source: dict[str, Any], folder: Path) -> None:
     for file in source["files"]:
         path = folder / file["name"]
         digest = fetch_file(file["url"], path, file.get("sha256"), folder / "checksums.json")
@@ -104,11 +120,13 @@ def fetch_file(url: str, path: Path, sha256: str | None, ledger: Path) -> str:
     Raises:
         FetchError: out of reach, refused, or not the file expected.
     """
-    known: dict[str, str] = json.loads(ledger.read_text(encoding="utf-8")) if ledger.exists() else {}
+    known = _known(ledger)
     expected = sha256 or known.get(path.name)
     if path.exists():
         digest = file_digest(path)
         if expected in (None, digest):
+            if known.get(path.name) != digest:  # a command killed between the download and the ledger
+                write_atomically(ledger, json.dumps(known | {path.name: digest}, indent=1))
             return digest
         print(f"  {path} has changed since it was downloaded; it is fetched anew")
     part = path.with_name(path.name + ".part")
@@ -123,6 +141,21 @@ def fetch_file(url: str, path: Path, sha256: str | None, ledger: Path) -> str:
     os.replace(part, path)
     write_atomically(ledger, json.dumps(known | {path.name: digest}, indent=1))
     return digest
+
+
+def _known(ledger: Path) -> dict[str, str]:
+    """Checksums of earlier downloads.
+
+    Raises:
+        FetchError: the ledger is damaged.
+    """
+    try:
+        return dict(json.loads(ledger.read_text(encoding="utf-8"))) if ledger.exists() else {}
+    except (ValueError, TypeError) as error:
+        raise FetchError(
+            f"{ledger} is damaged ({error}); delete it, and the files beside it if you doubt them, and run the command "
+            "again"
+        ) from error
 
 
 def download(url: str, part: Path) -> str | None:
@@ -150,7 +183,7 @@ def download(url: str, part: Path) -> str | None:
             # nothing is left to send: the part is the whole file, its checksum decides
             return None
         raise FetchError(f"{url} answered {error.code} {error.reason}") from error
-    except (URLError, TimeoutError, ConnectionError) as error:
+    except (URLError, TimeoutError, ConnectionError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise FetchError(f"{url} is out of reach ({reason}); a network is needed") from error
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import freqdepth
 import kvcore.baselines
 import sekv
-from kvcore.attention import prefill
+from kvcore.attention import cache_argument, prefill
 from kvcore.backbone import Backbone, BackboneConfig, load_backbone
 from kvcore.cache import CompressedCache
 from kvcore.chat import build_prompt
@@ -98,7 +98,7 @@ def answer(
     generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        cache=cache,
+        **cache_argument(cache),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         pad_token_id=backbone.tokenizer.pad_token_id,

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvcore.bench.results import UNFINISHED
 from kvcore.budget import ModelSpec
 from sekv.routing import Router, RouterConfig
 
@@ -41,7 +42,7 @@ def save_router(router: Router, path: str | Path, backbone_id: str, notes: dict[
         "config": json.dumps(asdict(router.config)),
         "notes": json.dumps(notes or {}),
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=UNFINISHED)
     os.close(handle)
     try:
         write_tensors(tensors, Path(temporary), metadata)

@@ -117,6 +117,11 @@ class Trainer:
         """Continue from the run's last checkpoint."""
         folder = pointed(self.run, "last")
         self.progress = load_checkpoint(folder, self.objective.router, self.optimizer, self.spec, self.settings)
+        if self.accelerator.is_main_process:
+            # a run killed between its two pointers: this checkpoint is the best one, and nothing names it
+            if self.progress.best_step == self.progress.step:
+                point_to(self.run, "best", folder)
+            prune(self.run, self.config.keep)
         log.info("resuming %s at step %d", folder, self.progress.step)
 
     def train(self) -> None:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvcore.bench.results import write_atomically
+from kvcore.bench.results import remove_unfinished, write_atomically
 from kvcore.budget import ModelSpec
 from sekv.checkpoint import load_router, save_router, write_tensors
 from sekv.data import StreamState
@@ -131,6 +131,7 @@ def prune(run: Path, keep: int) -> None:
     for path in [*steps[:-keep], *folder.glob(".writing-*")]:
         if path not in named:
             shutil.rmtree(path)
+    remove_unfinished(folder)
 
 
 def load_checkpoint(

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvcore.baselines  # noqa: F401 - registers the methods
+from kvcore.attention import cache_argument
 from kvcore.cache import CompressedCache
 from kvcore.method import build_method
 from kvcore.tiny import build_tiny
@@ -63,7 +64,7 @@ def greedy(model: PreTrainedModel, ids: Tensor, cache=None, mask: Tensor | None 
     """Greedy tokens [B, n + new], prompt included."""
     mask = torch.ones_like(ids) if mask is None else mask
     options = {"do_sample": False, "max_new_tokens": new, "pad_token_id": 0, **options}
-    return model.generate(input_ids=ids, attention_mask=mask, cache=cache, **options)
+    return model.generate(input_ids=ids, attention_mask=mask, **cache_argument(cache), **options)
 
 
 def new_cache(model: PreTrainedModel, name: str = "full", budget: float | int = 1.0, **options) -> CompressedCache:
@@ -74,7 +75,7 @@ def new_cache(model: PreTrainedModel, name: str = "full", budget: float | int = 
 def feed(model: PreTrainedModel, cache, ids: Tensor, step: int = 1) -> Tensor:
     """Logits [B, tokens, vocabulary] of tokens fed `step` at a time."""
     pieces = ids.split(step, dim=1)
-    return torch.cat([model(input_ids=piece, cache=cache).logits for piece in pieces], dim=1)
+    return torch.cat([model(input_ids=piece, **cache_argument(cache)).logits for piece in pieces], dim=1)
 
 
 def run_main(monkeypatch, capsys, main, *arguments: str) -> tuple[int, str, str]:

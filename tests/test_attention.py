@@ -14,11 +14,13 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvcore.attention
-from kvcore.attention import active_cache, active_input_ids, attach, prefill
+from kvcore.attention import active_cache, active_input_ids, attach, cache_argument, prefill
 from kvcore.budget import Budget
 from kvcore.cache import CompressedCache
 from kvcore.exact import ExactLayer
 from kvcore.tiny import build_tiny
+
+pytestmark = pytest.mark.versions
 
 
 @pytest.fixture
@@ -47,15 +49,31 @@ def test_l2_an_attention_implementation_switched_behind_our_back_is_an_error(fre
 def test_l2_a_cache_on_a_model_that_was_not_attached_is_an_error(fresh, llama):
     cache = new_cache(llama)
     with pytest.raises(RuntimeError, match="Attach the model first"):
-        fresh(token_ids(1, 10), cache=cache)
+        fresh(token_ids(1, 10), **cache_argument(cache))
 
 
-@pytest.mark.parametrize("version", ["4.57.0", "5.25.0", "6.0.0"])
-def test_l2_a_transformers_outside_the_tested_range_is_warned_about(fresh, monkeypatch, caplog, version):
-    monkeypatch.setattr(kvcore.attention.transformers, "__version__", version)
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [
+        *(("transformers", version) for version in ("4.57.0", "5.25.0", "6.0.0")),
+        *(("torch", version) for version in ("2.8.0", "2.14.0+cu130")),
+    ],
+)
+def test_l2_a_version_outside_the_tested_range_is_warned_about(fresh, monkeypatch, caplog, package, version):
+    monkeypatch.setattr(getattr(kvcore.attention, package), "__version__", version)
     with caplog.at_level(logging.WARNING):
         attach(fresh)
-    assert f"transformers {version} is outside the tested range" in caplog.text
+    assert f"{package} {version} is outside the tested range" in caplog.text
+
+
+@pytest.mark.parametrize(("package", "version"), [("transformers", "5.24.1"), ("torch", "2.13.0+cpu")])
+def test_l2_a_tested_version_is_not_warned_about(fresh, monkeypatch, caplog, package, version):
+    monkeypatch.setattr(getattr(kvcore.attention, package), "__version__", version)
+    other = {"transformers": "torch", "torch": "transformers"}[package]
+    monkeypatch.setattr(getattr(kvcore.attention, other), "__version__", kvcore.attention.TESTED[other][0])
+    with caplog.at_level(logging.WARNING):
+        attach(fresh)
+    assert "outside the tested range" not in caplog.text
 
 
 def test_every_forward_reaches_every_layer_once(llama):
@@ -152,7 +170,7 @@ def test_a_row_of_nothing_but_padding_is_refused(llama):
 
 
 def test_a2_an_empty_prompt_is_refused(llama):
-    for run in (prefill, lambda model, cache, ids: model(ids, cache=cache)):
+    for run in (prefill, lambda model, cache, ids: model(ids, **cache_argument(cache))):
         with pytest.raises(ValueError, match="at least one token; received 0"):
             run(llama, new_cache(llama), token_ids(1, 0))
 
@@ -179,11 +197,11 @@ def test_nothing_stays_active_after_a_failure(fresh, where):
     cache, ids = new_cache(fresh), token_ids(1, 10)
     if where == "before":
         with pytest.raises(ValueError, match="at least one token"):
-            fresh(ids[:, :0], cache=cache)
+            fresh(ids[:, :0], **cache_argument(cache))
     else:
         handle = fresh.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(OSError("broken")))
         with pytest.raises(OSError, match="broken"):
-            fresh(ids, cache=cache)
+            fresh(ids, **cache_argument(cache))
         handle.remove()
     assert active_cache() is None and active_input_ids() is None
     assert kvcore.attention._active.stack == []
@@ -202,8 +220,8 @@ def test_accelerate_device_hooks_do_not_hide_the_cache(fresh):
 def test_input_embeddings_work_as_well_as_ids(llama):
     ids = token_ids(1, 20)
     cache, other = new_cache(llama), new_cache(llama)
-    logits = llama(inputs_embeds=llama.get_input_embeddings()(ids), cache=cache).logits
-    assert torch.equal(logits, llama(ids, cache=other).logits)
+    logits = llama(inputs_embeds=llama.get_input_embeddings()(ids), **cache_argument(cache)).logits
+    assert torch.equal(logits, llama(ids, **cache_argument(other)).logits)
 
 
 def test_k1_import_has_no_side_effects_and_needs_no_gpu():

@@ -16,6 +16,7 @@ import kvcore.backbone
 from kvcore.backbone import BackboneConfig, BackboneError, convert_gguf, embedded_folder, load_backbone
 from kvcore.tiny import build_tiny
 
+pytestmark = pytest.mark.versions
 EMBEDDED = {
     "name": "smollm2_135m",
     "path": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -149,9 +150,9 @@ def write_gguf(path: Path, architecture: str = "llama") -> torch.nn.Module:
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["t", "1", "t1", *(f"x{index}" for index in range(3, config.vocab_size))])
+    writer.add_token_list(["t", "1", "t1", "t11", *(f"x{index}" for index in range(4, config.vocab_size))])
     writer.add_token_types([1] * config.vocab_size)
-    writer.add_token_merges(["t 1"])
+    writer.add_token_merges(["t 1", "t1 1"])  # some readers unpack a list of one
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)

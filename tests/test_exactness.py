@@ -16,9 +16,10 @@ from foundation_cases import (
 )
 from transformers import DynamicCache
 
-from kvcore.attention import attach, prefill
+from kvcore.attention import attach, cache_argument, prefill
 from kvcore.method import build_method
 
+pytestmark = pytest.mark.versions
 BATCHES = {"single": [40], "left_padded": [9, 40, 23]}
 COMPRESSING = ("streaming_llm", "oracle_topk")
 
@@ -152,7 +153,7 @@ def test_d1_rows_are_repeated_and_selected_as_stock_does(llama):
     ids, more = token_ids(3, 20), token_ids(1, 2, 9)
     ours, theirs = new_cache(llama), DynamicCache()
     prefill(llama, ours, ids)
-    stock_model()(ids, cache=theirs)
+    stock_model()(ids, **cache_argument(theirs))
     for cache in (ours, theirs):
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([5, 0, 2, 2]))

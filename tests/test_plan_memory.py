@@ -68,6 +68,7 @@ def test_other_methods_stay_within_the_plan(tiny, name):
     assert device <= sum(plan.device.values()) * (1 + TOLERANCE)
     assert host <= sum(plan.host.values()) * (1 + TOLERANCE) + 1
     assert plan.traffic is None or ledger.h2d_bytes_per_token <= plan.traffic
+    assert bool(host) == bool(plan.host)
     if name in ("full", "streaming_llm", "snapkv"):
         assert device == pytest.approx(sum(plan.device.values()), rel=TOLERANCE)
 

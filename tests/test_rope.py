@@ -9,10 +9,11 @@ from foundation_cases import SMALL, feed, greedy, left_padded, new_cache, stock_
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvcore.attention import attach, prefill
+from kvcore.attention import attach, cache_argument, prefill
 from kvcore.rope import shift_positions
 from kvcore.tiny import build_tiny
 
+pytestmark = pytest.mark.versions
 ROPE_TYPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
@@ -173,7 +174,7 @@ def test_b1_the_next_token_stands_at_its_true_position_after_eviction(llama, pad
     ids, mask = left_padded([100, 90] if padded else [100])
     full, cache, seen = DynamicCache(), new_cache(llama, "streaming_llm", 25), []
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    llama(ids, attention_mask=mask, position_ids=positions, cache=full)
+    llama(ids, attention_mask=mask, position_ids=positions, **cache_argument(full))
     prefill(llama, cache, ids, mask)
     for layer, exact in zip(cache.layers, full.layers, strict=True):
         live = layer.priority.isfinite()

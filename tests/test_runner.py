@@ -21,6 +21,7 @@ from kvcore.budget import UnreachableBudgetError
 from kvcore.method import build_method
 from kvcore.tiny import byte_tokenizer
 
+pytestmark = pytest.mark.versions
 ROOT = Path(__file__).parent.parent
 
 

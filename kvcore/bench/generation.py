@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from kvcore.attention import prefill
+from kvcore.attention import cache_argument, prefill
 from kvcore.backbone import Backbone
 from kvcore.bench.base import Benchmark, MethodRun, Sample
 from kvcore.bench.batching import batches
@@ -218,7 +218,7 @@ def greedy_answers(
         attention_mask=mask,
         generation_config=config,
         stopping_criteria=StoppingCriteriaList(stops),
-        cache=cache,
+        **cache_argument(cache),
     )
     assert isinstance(output, torch.Tensor)
     answers = []

@@ -6,9 +6,11 @@ sample count. A half-written last line is dropped and that sample runs again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from kvcore.log import get_logger
 
 log = get_logger(__name__)
 SCHEMA = 1
+UNFINISHED = ".unfinished"
+ABANDONED_SECONDS = 60  # a younger file may be one that another process is writing
 LEDGER_COLUMNS = (
     "device_share",
     "device_bytes",
@@ -85,7 +89,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a whole file or nothing: a temporary file beside it, forced to disk, then renamed."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", suffix=UNFINISHED, dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -99,6 +103,14 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what killed runs were writing into a folder."""
+    for path in folder.glob(f".*{UNFINISHED}"):
+        with contextlib.suppress(FileNotFoundError):  # its writer has just finished
+            if time.time() - path.stat().st_mtime >= ABANDONED_SECONDS:
+                path.unlink()
 
 
 def summarise(benches: Sequence[Benchmark], rows: Sequence[dict[str, Any]], backbone: str) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from kvcore.bench.base import Benchmark, MethodRun, Sample
 from kvcore.bench.batching import work_groups
 from kvcore.bench.generation import GenerationBenchmark
 from kvcore.bench.plan import EvaluationPlan
-from kvcore.bench.results import SCHEMA, SampleStore, summarise, write_atomically
+from kvcore.bench.results import SCHEMA, SampleStore, remove_unfinished, summarise, write_atomically
 from kvcore.budget import Budget, UnreachableBudgetError
 from kvcore.cli import config_hash
 from kvcore.environment import environment
@@ -59,6 +59,7 @@ class OutputFolder:
             ) from error
         except OSError as error:
             raise PermissionError(f"output_dir={folder} is not writable: {error}") from error
+        remove_unfinished(folder)
 
     def release(self) -> None:
         if self._lock is not None:

@@ -6,7 +6,7 @@ Legend: n prompt tokens, q tokens of a decode step.
 import pytest
 import torch
 
-from kvcore.attention import prefill
+from kvcore.attention import cache_argument, prefill
 from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
 from kvcore.method import Method, build_method
 
@@ -53,13 +53,15 @@ def fed(model, cache, ids, step=1):
         positions = cache.logical_length + torch.arange(piece.shape[1])[None] - pads
         total = cache.logical_length + piece.shape[1]
         mask = (torch.arange(total)[None] >= pads).long() if any(cache.padding) else None
-        logits.append(model(input_ids=piece, attention_mask=mask, position_ids=positions, cache=cache).logits)
+        logits.append(
+            model(input_ids=piece, attention_mask=mask, position_ids=positions, **cache_argument(cache)).logits
+        )
     return torch.cat(logits, dim=1)
 
 
 def generate(model, ids, cache, mask=None, **kwargs):
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **kwargs}
-    return model.generate(input_ids=ids, attention_mask=mask, cache=cache, **options)
+    return model.generate(input_ids=ids, attention_mask=mask, **cache_argument(cache), **options)
 
 
 def stored(cache):

@@ -30,6 +30,9 @@ from kvcore.exact import ExactLayer
 from kvcore.method import build_method, method_class, method_names
 from kvcore.tiny import build_tiny
 
+pytestmark = pytest.mark.versions
+
+
 for _package in ("sekv", "freqdepth"):
     try:
         importlib.import_module(f"{_package}.cache")

@@ -20,11 +20,12 @@ import freqdepth
 import kvcore.attention
 import kvcore.baselines
 import sekv
-from kvcore.attention import NAME, attach, attention_forward, prefill
+from kvcore.attention import NAME, attach, attention_forward, cache_argument, prefill
 from kvcore.bench.runner import evaluate
 from kvcore.method import build_method, method_names
 from kvcore.tiny import build_tiny
 
+pytestmark = pytest.mark.versions
 REGISTERED = (kvcore.baselines, sekv, freqdepth)
 METHODS = method_names()
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -51,18 +52,18 @@ def test_two_caches_in_turn_on_one_model_equal_each_alone(name):
         # chunk by chunk and token by token, in turn
         share = second.budget.value
         again = build_method(name).new_cache(model(), share, prefill_tokens=61)
-        model()(input_ids=PROMPTS[1][:, :20], cache=again)
+        model()(input_ids=PROMPTS[1][:, :20], **cache_argument(again))
         turns: list[list[torch.Tensor]] = [[], []]
         for step in range(5):
             turns[0].append(fed(model(), first, MORE[0][:, step : step + 1]))
             if step == 1:
-                model()(input_ids=PROMPTS[1][:, 20:], cache=again)
+                model()(input_ids=PROMPTS[1][:, 20:], **cache_argument(again))
             turns[1].append(fed(model(), second, MORE[1][:, step : step + 1]))
         for found, expected in zip(turns, alone, strict=True):
             assert torch.equal(torch.cat(found, dim=1), expected)
         undisturbed = build_method(name).new_cache(model(), share, prefill_tokens=61)
         for piece in (PROMPTS[1][:, :20], PROMPTS[1][:, 20:]):
-            model()(input_ids=piece, cache=undisturbed)
+            model()(input_ids=piece, **cache_argument(undisturbed))
         assert torch.equal(fed(model(), again, MORE[0]), fed(model(), undisturbed, MORE[0]))
 
 
@@ -171,4 +172,3 @@ def test_l2_attention_replaced_after_attach_is_an_error(fresh, monkeypatch, bypa
 def test_l2_the_registry_still_holds_our_function():
     attach(model())
     assert AttentionInterface()[NAME] is attention_forward
-    assert kvcore.attention.TESTED_TRANSFORMERS[0] < kvcore.attention.TESTED_TRANSFORMERS[1]

@@ -22,9 +22,18 @@ from kvcore.attention import prefill
 from kvcore.method import build_method, method_names
 from kvcore.tiny import build_tiny
 
+pytestmark = pytest.mark.versions
 REGISTERED = (kvcore.baselines, sekv, freqdepth)
 METHODS = method_names()
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+# name -> transformers' model type and what differs from SMALL; SmolLM is a llama with tied embeddings
+SMOLLM = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+ARCHITECTURES = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "smollm": ("llama", SMOLLM),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PLACES = [(architecture, dtype) for architecture in ARCHITECTURES for dtype in DTYPES]
 PROMPT = 48
@@ -64,12 +73,13 @@ class Stand:
 
 @functools.cache
 def model_of(architecture: str, dtype: str, window: int | None = None):
-    options = dict(SMALL)
+    model_type, different = ARCHITECTURES[architecture]
+    options = {**SMALL, **different}
     if window is not None:
         options |= {"sliding_window": window}
         if architecture.startswith("qwen"):
             options |= {"use_sliding_window": True, "max_window_layers": 0}
-    return build_tiny(dtype=DTYPES[dtype], model_type=architecture, **options)[0]
+    return build_tiny(dtype=DTYPES[dtype], model_type=model_type, **options)[0]
 
 
 @functools.cache
@@ -157,7 +167,14 @@ def check_chunked(stand: Stand) -> None:
     logits = prefill(stand.model, cache, stand.ids, chunk_size=13)
     tolerance = PREFILL_TOLERANCE[stand.dtype]
     torch.testing.assert_close(logits, stand.logits, atol=tolerance, rtol=tolerance)
-    assert cache.memory_bytes() == stand.base.memory_bytes()
+    found, expected = cache.memory_bytes(), stand.base.memory_bytes()
+    if stand.name == "kvquant" and not torch.equal(logits, stand.logits):
+        # how many entries lie outside its ranges depends on their last bits; each is a place and a value
+        entry = 4 + stand.logits.element_size()
+        most = sum(layer.settings[0].bytes(PROMPT, cache.spec) for layer in cache.layers) + 64  # lengths
+        assert (found[0] - expected[0]) % entry == 0 and max(found[0], expected[0]) <= most
+        found, expected = found[1:], expected[1:]
+    assert found == expected
     assert cache.logical_length == PROMPT and not cache._staged
     by_generate = build_method(stand.name).new_cache(stand.model, stand.budget, prefill_tokens=PROMPT)
     out = generate(stand.model, stand.ids, by_generate, max_new_tokens=4, prefill_chunk_size=13)
@@ -209,7 +226,7 @@ def check_crop(stand: Stand) -> None:
 def check_window(stand: Stand) -> None:
     """Sliding-window layers under a budget are refused by name; llama has none and keeps its full attention."""
     model = model_of(stand.architecture, stand.dtype, window=16)
-    if stand.architecture == "llama":
+    if model.config.model_type == "llama":
         assert build_method(stand.name).new_cache(model, stand.budget).spec.sliding_windows == (None, None)
         return
     if not build_method(stand.name).ignores_budget:

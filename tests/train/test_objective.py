@@ -1,4 +1,4 @@
-"""Losses and student on a tiny model: gradients, frozen backbone, causality, memory, equality with decoding."""
+"""Losses and student on a tiny model: gradients (H2), frozen backbone, causality, memory, equality with decoding."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from sekv.objective import PARTS, SeKVObjective, _SampleLosses
 from sekv.routing import Router
 from sekv.train_config import LossConfig, TrainConfig
 
+pytestmark = pytest.mark.versions
 TOKEN_FORM: dict[str, Any] = {"sketch_dims": 8, "tau": 2.0}
 SPAN_FORM: dict[str, Any] = {"summary": "second_order", "maps": "untied", "tau": 1.0}
 PUBLISHED: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from kvcore.attention import prefill
+from kvcore.attention import cache_argument, prefill
 from kvcore.backbone import Backbone
 from kvcore.bench.base import Benchmark, MethodRun, Sample, register_bench
 from kvcore.bench.efficiency.measure import PeakMemory, StepClock, now
@@ -140,7 +140,7 @@ def _generate(backbone: Backbone, ids: torch.Tensor, output: int, run: MethodRun
             attention_mask=torch.ones_like(ids),
             generation_config=config,
             stopping_criteria=StoppingCriteriaList([clock]),
-            cache=cache,
+            **cache_argument(cache),
         )
         ended = now(device)
     ledger = cache.ledger.as_row()

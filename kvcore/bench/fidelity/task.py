@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
-from kvcore.attention import prefill
+from kvcore.attention import cache_argument, prefill
 from kvcore.backbone import Backbone
 from kvcore.bench.base import Benchmark, MethodRun, Sample, register_bench
 from kvcore.bench.fidelity.coverage import CoverageProbe
@@ -135,7 +135,7 @@ class Fidelity(Benchmark):
         began = time.perf_counter()
         pieces = []
         for start in range(0, fed.shape[1], step):
-            logits = backbone.model(input_ids=fed[:, start : start + step], cache=cache).logits
+            logits = backbone.model(input_ids=fed[:, start : start + step], **cache_argument(cache)).logits
             pieces.append(torch.log_softmax(logits[0].float(), dim=-1))
         seconds = time.perf_counter() - began
         return torch.cat(pieces), seconds
