@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
 from freqdepth.codes import UNQUANTIZED, Digits, code_offsets, encode, integer_path, padded
-from freqdepth.planes import LINES, Plane, add_planes, plane_layout, to_planes
+from freqdepth.planes import LINES, Plane, add_planes, plane_layout, plane_rows, to_planes
 from kvcore.state import BatchedState
 
 # Folded tokens join the prompt's when this many have gathered.
@@ -87,24 +87,50 @@ class CoefficientStore(BatchedState):
         total: Tensor | None = None
         if self.dense is not None:
             total = torch.matmul(scaled[..., : self.num_dense], self.dense.flatten(1, 2).float().mT)
-        for plane, parts in zip(self.planes, plane_layout(self.widths).values(), strict=True):
-            part = plane.logits(to_planes(scaled, parts), integer_path(rows))
-            total = part if total is None else total.add_(part)
+        if self.planes:
+            codes = self._plane_logits(to_planes(scaled, plane_rows(self.widths)), integer_path(rows))
+            total = codes if total is None else total.add_(codes)
         assert total is not None
         ordered = self._token_order(total.unflatten(-1, (LINES, -1)))
         return ordered.add_(torch.matmul(scaled, self.offset).unsqueeze(-1))
 
+    def _plane_logits(self, rows: Tensor, integers: bool) -> Tensor:
+        """Products of plane rows' numbers [S, P, K] with the raw codes: [S, P, M]."""
+        digits = Digits(rows[0]) if integers else None
+        total: Tensor | None = None
+        start = 0
+        for plane in self.planes:
+            count = plane.packed.shape[-1]
+            if digits is None:
+                part = plane.logits(rows[..., start : start + count])
+            else:
+                part = plane.integer_logits(digits, start)
+            total = part if total is None else total.add_(part)
+            start += count
+        assert total is not None
+        return total if digits is None else total.mul_(digits.scale).unsqueeze(0)
+
     def mix(self, weights: Tensor) -> Tensor:
         """`weights · coefficients`: [S, P, M] -> [S, P, R], fp32."""
         lines = self._line_order(weights.float())
-        digits = Digits(lines[0]) if integer_path(weights) and self.planes else None
         output = lines.new_zeros(*lines.shape[:2], self.step.shape[1])
         if self.dense is not None:
             output[..., : self.num_dense] = torch.matmul(lines, self.dense.flatten(1, 2).float())
-        for plane, parts in zip(self.planes, plane_layout(self.widths).values(), strict=True):
-            add_planes(output, plane.mix(lines, digits), parts)
-        total = weights.float().sum(-1, keepdim=True)
+        if self.planes:
+            add_planes(output, self._plane_mix(lines, integer_path(weights)), plane_rows(self.widths))
+        total = weights.sum(-1, keepdim=True, dtype=torch.float32)
         return output.addcmul_(total, self.offset).mul_(self.step.unsqueeze(1))
+
+    def _plane_mix(self, weights: Tensor, integers: bool) -> Tensor:
+        """Products of weights [S, P, M] with the raw codes, per plane row: [S, P, K]."""
+        if not integers:
+            return torch.cat([plane.mix(weights) for plane in self.planes], dim=-1)
+        digits = Digits(weights[0])
+        counts = [plane.packed.shape[-1] for plane in self.planes]
+        total = weights.new_zeros(digits.digits.shape[0], sum(counts))
+        for plane, part in zip(self.planes, total.split(counts, dim=-1), strict=True):
+            plane.integer_mix(digits, part)
+        return digits.joined(total).mul_(digits.scale).unsqueeze(0)
 
     def _raw(self) -> list[Tensor]:
         """Per width, codes or coefficients [S, M, R_w] in token order."""
