@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from freqdepth.codes import UNQUANTIZED, Digits
+from freqdepth.codes import UNQUANTIZED
 from kvcore.state import BatchedState
 
 LINES = 8
@@ -104,6 +104,11 @@ class Plane(BatchedState):
     def num_fields(self) -> int:
         return 8 // self.width
 
+    @property
+    def num_tokens(self) -> int:
+        """M."""
+        return LINES * self.packed.shape[2]
+
     def _pack(self, codes: Tensor) -> Tensor:
         lines = (codes & (2**self.width - 1)).unflatten(1, (self.num_fields, self.width, -1))
         packed = lines[:, 0].clone()
@@ -125,7 +130,7 @@ class Plane(BatchedState):
         fields = self.packed[some].unsqueeze(1) >> shifts[:, None, None, None]
         return fields.bitwise_and_(2**self.width - 1).flatten(1, 2)
 
-    def _field(self, index: int) -> tuple[Tensor, float]:
+    def field(self, index: int) -> tuple[Tensor, float]:
         """One field of all bytes [S, w * c, K], below 128, and the factor that makes it codes.
 
         Only the last field is shifted: the others times their power of two still fit a signed byte.
@@ -137,37 +142,17 @@ class Plane(BatchedState):
 
     def logits(self, rows: Tensor) -> Tensor:
         """`rows @ codesᵀ`: [S, P, K] -> fp32 [S, P, M]."""
-        fields = [self._field(index) for index in range(self.num_fields)]
+        fields = [self.field(index) for index in range(self.num_fields)]
         return torch.cat([torch.matmul(rows * factor, field.float().mT) for field, factor in fields], dim=-1)
 
     def mix(self, weights: Tensor) -> Tensor:
         """`weights @ codes`: [S, P, M] -> fp32 [S, P, K]."""
         parts = weights.chunk(self.num_fields, dim=-1)
-        fields = [self._field(index) for index in range(self.num_fields)]
+        fields = [self.field(index) for index in range(self.num_fields)]
         products = [
             torch.matmul(part * factor, field.float()) for part, (field, factor) in zip(parts, fields, strict=True)
         ]
         return torch.stack(products).sum(0)
-
-    def integer_logits(self, digits: Digits, start: int) -> Tensor:
-        """`rows @ codesᵀ` of one stream for rows whose columns from `start` on are this plane's, but for the digits'
-        scale: fp32 [P, M]."""
-        sums, factors = [], []
-        for index in range(self.num_fields):
-            field, factor = self._field(index)
-            sums.append(digits.sums(field[0].view(torch.int8).T, start))
-            factors.append(factor)
-        joined = digits.joined(torch.cat(sums, dim=-1))
-        if self.num_fields > 2:
-            joined.view(joined.shape[0], self.num_fields, -1).mul_(joined.new_tensor(factors).unsqueeze(-1))
-        return joined
-
-    def integer_mix(self, digits: Digits, total: Tensor) -> None:
-        """Add `digits @ codes` of one stream, without the digits' scale, to fp32 [2 * P, K]."""
-        size = digits.digits.shape[1] // self.num_fields
-        for index in range(self.num_fields):
-            field, factor = self._field(index)
-            total.add_(digits.sums(field[0].view(torch.int8), index * size), alpha=factor)
 
 
 class LayerTile(BatchedState):

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
-from freqdepth.codes import UNQUANTIZED, Digits, code_offsets, encode, integer_path, padded
+from freqdepth.codes import UNQUANTIZED, code_offsets, encode, integer_path, padded
 from freqdepth.planes import LINES, Plane, add_planes, plane_layout, plane_rows, to_planes
+from freqdepth.products import integer_logits, integer_mix
 from kvcore.state import BatchedState
 
 # Folded tokens join the prompt's when this many have gathered.
@@ -96,19 +97,10 @@ class CoefficientStore(BatchedState):
 
     def _plane_logits(self, rows: Tensor, integers: bool) -> Tensor:
         """Products of plane rows' numbers [S, P, K] with the raw codes: [S, P, M]."""
-        digits = Digits(rows[0]) if integers else None
-        total: Tensor | None = None
-        start = 0
-        for plane in self.planes:
-            count = plane.packed.shape[-1]
-            if digits is None:
-                part = plane.logits(rows[..., start : start + count])
-            else:
-                part = plane.integer_logits(digits, start)
-            total = part if total is None else total.add_(part)
-            start += count
-        assert total is not None
-        return total if digits is None else total.mul_(digits.scale).unsqueeze(0)
+        if integers:
+            return integer_logits(self.planes, rows[0]).unsqueeze(0)
+        parts = rows.split([plane.packed.shape[-1] for plane in self.planes], dim=-1)
+        return torch.stack([plane.logits(part) for plane, part in zip(self.planes, parts, strict=True)]).sum(0)
 
     def mix(self, weights: Tensor) -> Tensor:
         """`weights · coefficients`: [S, P, M] -> [S, P, R], fp32."""
@@ -123,14 +115,9 @@ class CoefficientStore(BatchedState):
 
     def _plane_mix(self, weights: Tensor, integers: bool) -> Tensor:
         """Products of weights [S, P, M] with the raw codes, per plane row: [S, P, K]."""
-        if not integers:
-            return torch.cat([plane.mix(weights) for plane in self.planes], dim=-1)
-        digits = Digits(weights[0])
-        counts = [plane.packed.shape[-1] for plane in self.planes]
-        total = weights.new_zeros(digits.digits.shape[0], sum(counts))
-        for plane, part in zip(self.planes, total.split(counts, dim=-1), strict=True):
-            plane.integer_mix(digits, part)
-        return digits.joined(total).mul_(digits.scale).unsqueeze(0)
+        if integers:
+            return integer_mix(self.planes, weights[0]).unsqueeze(0)
+        return torch.cat([plane.mix(weights) for plane in self.planes], dim=-1)
 
     def _raw(self) -> list[Tensor]:
         """Per width, codes or coefficients [S, M, R_w] in token order."""
