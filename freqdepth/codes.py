@@ -60,24 +60,30 @@ def encode(values: Tensor, step: Tensor, bits: int) -> Tensor:
 class Digits:
     """Rows [P, K] as two signed 8-bit digits and a scale: integer products are exact to 2 ** -15 of the largest entry.
 
-    Args:
-        rows: [P, K], any float dtype.
+    Attributes:
+        digits: int8 [2 * P, K]: the high digits of all rows, then the low ones.
+        scale: fp32 [P, 1].
     """
 
     def __init__(self, rows: Tensor) -> None:
+        """`rows`: [P, K], any float dtype."""
         rows = rows.float()
-        self.scale = rows.abs().amax(-1, keepdim=True).clamp_min(1e-30) / _DIGIT
-        scaled = rows / self.scale
+        largest = rows.abs().amax(-1, keepdim=True).clamp_min_(1e-30)
+        self.scale = largest / _DIGIT
+        scaled = rows * (_DIGIT / largest)
         high = scaled.round()
         self.digits = torch.cat([high, scaled.sub_(high).mul_(2 * _DIGIT).round_()]).to(torch.int8)
 
-    def product(self, codes: Tensor, factor: float = 1.0, start: int = 0) -> Tensor:
-        """`factor * rows[:, start : start + k] @ codes` for int8 codes [k, N], as fp32 [P, N]."""
+    def sums(self, codes: Tensor, start: int = 0) -> Tensor:
+        """The digits' products `[:, start : start + k] @ codes` for int8 codes [k, N]: int32 [2 * P, N]."""
         mine = self.digits[:, start : start + codes.shape[0]]
         # with an inner dimension of 1 torch 2.13's _int_mm reads memory that is not its own
-        high, low = (torch._int_mm(mine, codes) if codes.shape[0] > 1 else mine.int() * codes).chunk(2)
-        joined = high.float().add_(low, alpha=1 / (2 * _DIGIT))
-        return joined.mul_(self.scale if factor == 1 else self.scale * factor)
+        return torch._int_mm(mine, codes) if codes.shape[0] > 1 else mine.int() * codes
+
+    def joined(self, sums: Tensor) -> Tensor:
+        """What the digits' sums [2 * P, N] (int32 or fp32) stand for, but for `scale`: fp32 [P, N]."""
+        high, low = sums.float().chunk(2)
+        return high.add_(low, alpha=1 / (2 * _DIGIT))
 
 
 def code_offsets(widths: list[tuple[int, int]]) -> Tensor:

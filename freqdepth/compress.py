@@ -120,7 +120,7 @@ class SharedFitter:
             rotation = align_layers(centred).to(self.block.dtype)
         count = min(self.options.low_frequencies, num_layers) * head_dim
         basis = DctBasis(num_layers, num_heads, head_dim, rotation, torch.arange(count))
-        coefficients = basis.project(centred.unsqueeze(2))
+        coefficients = basis.project(centred.unsqueeze(2), basis.whole())
         energy = coefficients[0].square().sum(0).unflatten(0, (-1, head_dim)).sum(-1).cumsum(0)
         # a column mixes all layers: its weight is their mean
         return Candidate(
@@ -252,10 +252,7 @@ class SharedFitter:
             error = unstack_features(original - kept @ basis.whole(), num_layers, head_dim)
             return side.metric.rebuilt(error.unflatten(1, side.metric.shape[1:3])).flatten(1, 2)
         rows = tokens[None, :, :, None].expand(num_layers, -1, -1, head_dim)
-        rebuilt = [
-            torch.einsum("smr,srhd->shmd", kept, basis.matrix(layer, torch.float32)) for layer in range(num_layers)
-        ]
-        return side.features.gather(2, rows) - torch.stack(rebuilt).flatten(1, 2)
+        return side.features.gather(2, rows) - basis.rebuilt(kept, basis.whole()).flatten(1, 2)
 
     def smallest(self) -> float:
         """Bytes of the smallest shared form."""

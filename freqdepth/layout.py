@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from freqdepth.shared import ResidualStore, SharedSide
+from freqdepth.residual import ResidualStore
+from freqdepth.shared import SharedSide
 from kvcore.kernels import causal_bias
 from kvcore.rope import shift_positions
 from kvcore.state import BatchedState
@@ -120,18 +121,18 @@ class RowBlock(BatchedState):
         num_heads, num_queries = key.shape[0], key.shape[1]
         window_keys = torch.cat([self.window_keys[layer].to(key.dtype), key], dim=1)
         window_values = torch.cat([self.window_values[layer].to(value.dtype), value], dim=1)
-        rows = (query * scale).unflatten(0, (num_heads, -1)).flatten(1, 2)  # [H, G * Q, d]
-        near = torch.matmul(rows.float(), window_keys.mT.float())
+        rows = (query * scale).unflatten(0, (num_heads, -1)).flatten(1, 2).float()  # [H, G * Q, d]
+        logits = torch.matmul(rows, window_keys.mT.float())
+        near = logits.shape[-1]
         bias = causal_bias(num_queries, key.device)
         if bias is not None:
-            near[..., -num_queries:] += bias.repeat(rows.shape[1] // num_queries, 1)
+            logits[..., -num_queries:] += bias.repeat(rows.shape[1] // num_queries, 1)
         if self.num_middle:
-            far = self._middle_logits(layer, rows)
-            weights = torch.softmax(torch.cat([far, near], dim=-1), dim=-1).to(value.dtype)
-            far_weights, near_weights = weights.split([far.shape[-1], near.shape[-1]], dim=-1)
-            output = torch.matmul(near_weights, window_values) + self._middle_output(layer, far_weights)
-        else:
-            output = torch.matmul(torch.softmax(near, dim=-1).to(value.dtype), window_values)
+            logits = torch.cat([self._middle_logits(layer, rows), logits], dim=-1)
+        weights = torch.softmax(logits, dim=-1)
+        output = torch.matmul(weights[..., -near:].to(value.dtype), window_values)
+        if self.num_middle:
+            output = output + self._middle_output(layer, weights[..., :-near]).to(value.dtype)
         self.window_keys[layer] = window_keys.to(self.window_keys[layer].dtype)
         self.window_values[layer] = window_values.to(self.window_values[layer].dtype)
         return output.unflatten(1, (-1, num_queries)).flatten(0, 1)
@@ -142,45 +143,36 @@ class RowBlock(BatchedState):
         return mine.unsqueeze(0) if self.joint else mine.unsqueeze(1)
 
     def _middle_logits(self, layer: int, rows: Tensor) -> Tensor:
-        """fp32 logits [H, P, M] over the middle."""
+        """fp32 logits [H, P, M] of fp32 rows over the middle."""
         if self.keys is None:
-            far = rows.new_full((*rows.shape[:2], self.num_middle), float("-inf"), dtype=torch.float32)
+            far = rows.new_full((*rows.shape[:2], self.num_middle), float("-inf"))
         else:
             streams = self._streams(rows)
             if self.positions is None:
-                shared = self.keys.logits(streams, layer).flatten(0, 1)
+                shared = self.keys.logits(streams, layer, self.residual_keys)
             else:
                 assert self.frequencies is not None
-                shared = self.keys.rotated_logits(streams, layer, self.positions, self.frequencies).flatten(0, 1)
-            if not self.exact_heads:
-                far = shared
-            else:
-                far = rows.new_empty((*rows.shape[:2], self.num_middle), dtype=torch.float32)
-                far[self.shared_heads] = shared
+                shared = self.keys.rotated_logits(streams, layer, self.positions, self.frequencies, self.residual_keys)
+            far = shared.flatten(0, 1)
+            if self.exact_heads:
+                far = rows.new_empty(*rows.shape[:2], self.num_middle)
+                far[self.shared_heads] = shared.flatten(0, 1)
         if self.exact_heads:
-            exact = rows[self.exact_heads]
-            far[self.exact_heads] = torch.matmul(exact, self.exact_keys[layer].to(rows.dtype).mT).float()
-        if self.residual_keys is not None and self.keys is not None:
-            correction = self.residual_keys.layer(layer, torch.float32, self.keys.basis)
-            heads, count = self.residual_keys.heads, correction.shape[1]
-            far[heads, :, :count] += torch.matmul(rows[heads].float(), correction.mT)
+            keys = self.exact_keys[layer]
+            far[self.exact_heads] = torch.matmul(rows[self.exact_heads].to(keys.dtype), keys.mT).float()
         return far
 
     def _middle_output(self, layer: int, weights: Tensor) -> Tensor:
-        """The middle's part of the output [H, P, d] for attention weights [H, P, M]."""
+        """The middle's part of the output [H, P, d] for fp32 attention weights [H, P, M]."""
         if self.values is not None and not self.exact_heads:
-            output = self.values.output(self._streams(weights), layer).flatten(0, 1)
-        else:
-            output = weights.new_zeros(*weights.shape[:2], self.window_values[layer].shape[-1])
-            if self.values is not None:
-                output[self.shared_heads] = self.values.output(self._streams(weights), layer).flatten(0, 1)
+            return self.values.output(self._streams(weights), layer, self.residual_values).flatten(0, 1)
+        output = weights.new_zeros(*weights.shape[:2], self.window_values[layer].shape[-1])
+        if self.values is not None:
+            shared = self.values.output(self._streams(weights), layer, self.residual_values)
+            output[self.shared_heads] = shared.flatten(0, 1)
         if self.exact_heads:
-            exact = torch.matmul(weights[self.exact_heads], self.exact_values[layer].to(weights.dtype))
-            output[self.exact_heads] = exact
-        if self.residual_values is not None and self.values is not None:
-            correction = self.residual_values.layer(layer, weights.dtype, self.values.basis)
-            heads, count = self.residual_values.heads, correction.shape[1]
-            output[heads] += torch.matmul(weights[heads, :, :count], correction)
+            values = self.exact_values[layer]
+            output[self.exact_heads] = torch.matmul(weights[self.exact_heads].to(values.dtype), values).float()
         return output
 
     # --- decode tokens leave the window

@@ -61,9 +61,12 @@ class Metric(BatchedState):
         weighted = x.float() * self.weight.float().unsqueeze(-2)
         if self.directions is None:
             return weighted
+        # (I - DᵀD)⁻¹ = I + Dᵀ (I - DDᵀ)⁻¹ D, in double precision: errors of fp32 would stay between the two domains
         directions = self.directions.double()
-        kept = torch.eye(x.shape[-1], device=x.device, dtype=torch.float64) - directions.mT @ directions
-        return torch.matmul(weighted, torch.linalg.inv(kept).float())
+        small = torch.eye(directions.shape[-2], device=x.device, dtype=torch.float64) - directions @ directions.mT
+        root = directions.mT @ torch.linalg.inv(small) @ directions
+        root.diagonal(dim1=-2, dim2=-1).add_(1)
+        return torch.matmul(weighted, root.float())
 
     def rebuilt(self, x: Tensor) -> Tensor:
         """The inverse of `felt`: `x A⁻¹` for [J, S, Hs, M, d]."""

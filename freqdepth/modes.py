@@ -14,14 +14,13 @@ from torch import Tensor
 
 from freqdepth.allocation import Offer, choose_levels
 from freqdepth.basis import DctBasis, KltBasis
-from freqdepth.codes import UNQUANTIZED
 from freqdepth.compress import SharedFitter
 from freqdepth.drafts import BlockInput, Draft, DraftSide
 from freqdepth.layout import BlockReport, RowBlock
 from freqdepth.losses import token_losses
-from freqdepth.shared import ResidualStore, SharedSide
+from freqdepth.residual import Corrections, ResidualStore, correction_bytes
+from freqdepth.shared import SharedSide
 from freqdepth.transform import dct_basis
-from kvcore.quant import quantize, quantized_bytes
 
 if TYPE_CHECKING:
     from freqdepth.method import FreqDepth
@@ -205,10 +204,7 @@ class ModeChooser:
 
     def _residual_bytes(self, count: int) -> float:
         """Bytes of one head's corrections of `count` tokens."""
-        if self.options.residual_bits == UNQUANTIZED:
-            one = count * self.head_dim * self.block.dtype.itemsize
-        else:
-            one = quantized_bytes(count, self.head_dim, self.options.residual_bits, _group(self.head_dim), "channels")
+        one = correction_bytes(count, self.head_dim, self.options.residual_bits, self.block.dtype)
         return 2.0 * self._components() * one
 
     # --- storing
@@ -268,23 +264,12 @@ class ModeChooser:
             first = self.num_layers - self._components()
             mixing = dct_basis(self.num_layers, picked.device)[first:].T.contiguous()  # [J, components]
             picked = torch.einsum("jc,jhrd->chrd", mixing, picked)
-        bits = self.options.residual_bits
-        components = [
-            part.to(self.block.dtype).clone()
-            if bits == UNQUANTIZED
-            else quantize(part, bits, _group(self.head_dim), "channels")
-            for part in picked
-        ]
+        components = Corrections(picked.flatten(0, 1), self.options.residual_bits, self.block.dtype)
         return ResidualStore(plan.residual, members, components, mixing, rotation)
 
 
 # Share of a corrected token's squared error that a correction of so many bits leaves (asymmetric groups of channels).
 _KEPT_ERROR = {2: 0.12, 3: 0.04, 4: 0.012, 6: 0.001, 8: 1e-4}
-
-
-def _group(head_dim: int) -> int:
-    """Channels that share a scale in a correction."""
-    return 64 if head_dim % 64 == 0 else 8 * max(1, head_dim // 8)
 
 
 def _split(every: list[int], chosen: list[int]) -> tuple[list[int], list[int]]:

@@ -10,15 +10,19 @@ Legend: S streams, K plane rows (coefficients), M tokens, c = M / 8 columns, P r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from freqdepth.codes import UNQUANTIZED, Digits
+from freqdepth.codes import UNQUANTIZED
 from kvcore.state import BatchedState
 
 LINES = 8
+# Layers whose bases are taken apart together.
+TILE_LAYERS = 5
 
 
 def plane_widths(bits: int) -> list[tuple[int, int]]:
@@ -48,8 +52,13 @@ class Rows:
     shift: int
 
 
-def plane_layout(widths: list[tuple[int, int]]) -> dict[int, list[Rows]]:
-    """Per plane width: its rows, in order, for (bits, coefficients) in the coefficients' order."""
+def plane_layout(widths: Sequence[tuple[int, int]]) -> dict[int, list[Rows]]:
+    """Per plane width: its rows, in order, for (bits, coefficients) in the coefficients' order. Not to be changed."""
+    return _plane_layout(tuple(widths))
+
+
+@lru_cache(maxsize=1024)
+def _plane_layout(widths: tuple[tuple[int, int], ...]) -> dict[int, list[Rows]]:
     layout: dict[int, list[Rows]] = {}
     start = 0
     for index, (bits, count) in enumerate(widths):
@@ -57,6 +66,11 @@ def plane_layout(widths: list[tuple[int, int]]) -> dict[int, list[Rows]]:
             layout.setdefault(width, []).append(Rows(index, slice(start, start + count), shift))
         start += count
     return layout
+
+
+def plane_rows(widths: Sequence[tuple[int, int]]) -> list[Rows]:
+    """The rows of all planes, one plane after the other."""
+    return [rows for parts in plane_layout(widths).values() for rows in parts]
 
 
 def to_planes(x: Tensor, rows: list[Rows]) -> Tensor:
@@ -69,7 +83,7 @@ def add_planes(total: Tensor, x: Tensor, rows: list[Rows]) -> None:
     first = 0
     for r in rows:
         count = r.columns.stop - r.columns.start
-        total[..., r.columns].add_(x[..., first : first + count], alpha=2.0**r.shift)
+        total[..., r.columns].add_(x[..., first : first + count], alpha=2**r.shift)
         first += count
 
 
@@ -90,6 +104,11 @@ class Plane(BatchedState):
     def num_fields(self) -> int:
         return 8 // self.width
 
+    @property
+    def num_tokens(self) -> int:
+        """M."""
+        return LINES * self.packed.shape[2]
+
     def _pack(self, codes: Tensor) -> Tensor:
         lines = (codes & (2**self.width - 1)).unflatten(1, (self.num_fields, self.width, -1))
         packed = lines[:, 0].clone()
@@ -105,13 +124,13 @@ class Plane(BatchedState):
         """Forget columns."""
         self.packed = torch.cat([self.packed[:, :, :first], self.packed[:, :, first + count :]], dim=2)
 
-    def codes(self) -> Tensor:
-        """uint8 [S, 8, c, K]."""
+    def codes(self, some: slice = slice(None)) -> Tensor:
+        """uint8 [S, 8, c, K] of some streams."""
         shifts = torch.arange(0, 8, self.width, dtype=torch.uint8, device=self.packed.device)
-        fields = self.packed.unsqueeze(1) >> shifts[:, None, None, None]
+        fields = self.packed[some].unsqueeze(1) >> shifts[:, None, None, None]
         return fields.bitwise_and_(2**self.width - 1).flatten(1, 2)
 
-    def _field(self, index: int) -> tuple[Tensor, float]:
+    def field(self, index: int) -> tuple[Tensor, float]:
         """One field of all bytes [S, w * c, K], below 128, and the factor that makes it codes.
 
         Only the last field is shifted: the others times their power of two still fit a signed byte.
@@ -121,27 +140,41 @@ class Plane(BatchedState):
             return flat >> place, 1.0
         return flat & ((2**self.width - 1) << place), 0.5**place
 
-    def logits(self, rows: Tensor, integers: bool) -> Tensor:
+    def logits(self, rows: Tensor) -> Tensor:
         """`rows @ codesᵀ`: [S, P, K] -> fp32 [S, P, M]."""
-        parts, digits = [], Digits(rows[0]) if integers else None
-        for index in range(self.num_fields):
-            field, factor = self._field(index)
-            if digits is None:
-                parts.append(torch.matmul(rows * factor, field.float().mT))
-            else:
-                parts.append(digits.product(field[0].view(torch.int8).T, factor).unsqueeze(0))
-        return torch.cat(parts, dim=-1)
+        fields = [self.field(index) for index in range(self.num_fields)]
+        return torch.cat([torch.matmul(rows * factor, field.float().mT) for field, factor in fields], dim=-1)
 
-    def mix(self, weights: Tensor, digits: Digits | None) -> Tensor:
-        """`weights @ codes`: [S, P, M] (and the same as digits) -> fp32 [S, P, K]."""
-        total: Tensor | None = None
-        size = weights.shape[-1] // self.num_fields
-        for index in range(self.num_fields):
-            field, factor = self._field(index)
-            if digits is None:
-                part = torch.matmul(weights[..., index * size : (index + 1) * size] * factor, field.float())
-            else:
-                part = digits.product(field[0].view(torch.int8), factor, start=index * size).unsqueeze(0)
-            total = part if total is None else total.add_(part)
-        assert total is not None
-        return total
+    def mix(self, weights: Tensor) -> Tensor:
+        """`weights @ codes`: [S, P, M] -> fp32 [S, P, K]."""
+        parts = weights.chunk(self.num_fields, dim=-1)
+        fields = [self.field(index) for index in range(self.num_fields)]
+        products = [
+            torch.matmul(part * factor, field.float()) for part, (field, factor) in zip(parts, fields, strict=True)
+        ]
+        return torch.stack(products).sum(0)
+
+
+class LayerTile(BatchedState):
+    """Codes of a few layers, taken apart together when the first of them is asked for and dropped with the last.
+
+    The layers of a step come one after the other: a few large operations take the place of many small ones, and between
+    steps nothing is held.
+
+    Attributes:
+        held: uint8 [layers of the tile, ...], or None.
+    """
+
+    def __init__(self) -> None:
+        self.held: Tensor | None = None
+        self.first = 0
+
+    def layer(self, layer: int, num_layers: int, unpack: Callable[[slice], Tensor]) -> Tensor:
+        """One layer's codes; `unpack` gives those of a run of layers, [layers, ...]."""
+        if self.held is None or not 0 <= layer - self.first < self.held.shape[0]:
+            self.first = layer - layer % TILE_LAYERS
+            self.held = unpack(slice(self.first, min(self.first + TILE_LAYERS, num_layers)))
+        found, held = self.held[layer - self.first], self.held.shape[0]
+        if layer - self.first == held - 1:
+            self.held = None
+        return found

@@ -17,8 +17,7 @@ from torch import Tensor
 from freqdepth.basis import KltBasis
 from freqdepth.cache import FreqDepthCache
 from freqdepth.layout import RowBlock
-from freqdepth.shared import ResidualStore, SharedSide
-from kvcore.quant import QuantizedTensor
+from freqdepth.shared import SharedSide
 
 MODE_COLORS = {"shared": "#4c72b0", "residual": "#dd8452", "exact": "#55a868"}
 PARTS = ("coefficients", "steps", "bases", "means and metric", "residual", "exact heads", "window", "positions")
@@ -52,7 +51,7 @@ def bytes_by_part(row: RowBlock) -> dict[str, int]:
             _add_side(parts, side)
     for residual in (row.residual_keys, row.residual_values):
         if residual is not None:
-            parts["residual"] += _bytes(_residual_tensors(residual))
+            parts["residual"] += _bytes(residual.tensors())
     parts["exact heads"] = _bytes([*row.exact_keys, *row.exact_values])
     parts["window"] = _bytes([*row.window_keys, *row.window_values])
     parts["positions"] = _bytes([t for t in (row.positions, row.frequencies) if t is not None])
@@ -70,13 +69,6 @@ def _add_side(parts: dict[str, int], side: SharedSide) -> None:
         parts["means and metric"] += side.basis.metric.nbytes
         basis -= side.basis.metric.nbytes
     parts["bases"] += basis
-
-
-def _residual_tensors(residual: ResidualStore) -> list[Tensor]:
-    tensors = [t for t in (residual.mixing, residual.rotation) if t is not None]
-    for part in residual.components:
-        tensors += [part.codes, part.scale, part.zero] if isinstance(part, QuantizedTensor) else [part]
-    return tensors
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -5,6 +5,7 @@ torch_path.py, torch_compressed.py       the vectorised path, for CPUs and for a
 unpacking.py                             bit planes into numbers, a tile at a time
 operands.py                              shared coefficients, bands
 triton/                                  one Triton kernel per file
+native/                                  products with packed codes in C, built where a compiler is found
 ops.py                                   the Triton kernels as torch custom operators
 backend.py                               which path is on, and why
 

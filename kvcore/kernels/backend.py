@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvcore.kernels import native
 from kvcore.log import get_logger, warn_once
 
 log = get_logger(__name__)
@@ -67,6 +68,7 @@ def backend_report() -> dict[str, str]:
     bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return {
         "triton": "on (interpreter)" if reason is None and interpreted() else _state(reason),
+        "cpu products in C": _state(native.off_reason()),
         "cpu bf16 matrix units": _state(None if bf16 else "the processor has neither AMX nor AVX512-BF16"),
     }
 

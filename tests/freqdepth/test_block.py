@@ -99,7 +99,7 @@ def test_attention_equals_attention_over_the_reconstruction(
         for layer in range(2):
             rebuilt = side[layer].flatten(0, 1)
             for index, head in enumerate(residual.heads):
-                rebuilt[head, :8] += residual.layer(layer, torch.float32, basis)[index]
+                rebuilt[head, :8] += residual.rebuilt(layer, basis)[index]
     query, key, value = (
         torch.randn(8, num_queries, 16),
         torch.randn(2, num_queries, 16),

@@ -1,0 +1,103 @@
+"""Products with packed codes in C, for CPUs: built once per machine with the C compiler found there, never needed.
+
+Without a compiler, on another processor or with `KVCORE_NATIVE=0` the callers take their torch path: the same sums.
+
+Legend: n byte rows of a plane, K coefficients, F = 8 / width fields of a byte, R rows of digits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from torch import Tensor
+
+_SOURCE = Path(__file__).with_name("planes.c")
+_FLAGS = ("-O3", "-shared", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni")
+_BUILD_SECONDS = 60
+
+
+@lru_cache(maxsize=1)
+def _loaded() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None and why there is none."""
+    if os.environ.get("KVCORE_NATIVE", "1") == "0":
+        return None, "KVCORE_NATIVE=0"
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return None, f"no form for {platform.system()} on {platform.machine()}"
+    compiler = next((path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None)
+    if compiler is None:
+        return None, "no C compiler (cc, gcc or clang) is installed"
+    try:
+        library = ctypes.CDLL(str(_built(compiler)))
+    except subprocess.SubprocessError as error:
+        stderr = getattr(error, "stderr", b"") or b""
+        return None, f"{compiler} failed: {stderr.decode(errors='replace').strip()[-200:] or error}"
+    except OSError as error:
+        return None, f"the library cannot be built or loaded: {error}"
+    if not library.plane_supported():
+        return None, "the processor has no AVX-512 VNNI"
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    for function in (library.plane_logits, library.plane_mix):
+        function.argtypes = [pointer, count, count, ctypes.c_int, pointer, count, count, pointer, count]
+    return library, "on"
+
+
+def _built(compiler: str) -> Path:
+    """The shared library of this source, built when the user's cache does not hold it."""
+    source = _SOURCE.read_bytes()
+    name = hashlib.sha256(source + " ".join((compiler, *_FLAGS)).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcore"
+    library = folder / f"planes-{name}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder) as work:  # several processes may build at once: the last one stays
+        fresh = Path(work) / library.name
+        command = [compiler, *_FLAGS, "-o", str(fresh), str(_SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)
+        os.replace(fresh, library)
+    return library
+
+
+def off_reason() -> str | None:
+    """Why the products are not available in this process; None when they are."""
+    library, reason = _loaded()
+    return None if library is not None else reason
+
+
+def add_plane_logits(total: Tensor, digits: Tensor, packed: Tensor, width: int) -> None:
+    """Add `digits @ codesᵀ` to `total`: int32 [R, F * n], int8 [R, K], uint8 [n, K]."""
+    _call("plane_logits", total, digits, packed, width)
+
+
+def add_plane_mix(total: Tensor, digits: Tensor, packed: Tensor, width: int) -> None:
+    """Add `digits @ codes` to `total`: int32 [R, K], int8 [R, F * n], uint8 [n, K]."""
+    _call("plane_mix", total, digits, packed, width)
+
+
+def _call(name: str, total: Tensor, digits: Tensor, packed: Tensor, width: int) -> None:
+    library, reason = _loaded()
+    if library is None:
+        raise RuntimeError(f"native products are off: {reason}")
+    (num_rows, num_sums), (rows, coefficients), fields = total.shape, packed.shape, 8 // width
+    inner, outer = (coefficients, fields * rows) if name == "plane_logits" else (fields * rows, coefficients)
+    if digits.shape != (num_rows, inner) or num_sums != outer:
+        raise ValueError(
+            f"{name}: digits {tuple(digits.shape)} and sums {tuple(total.shape)} do not fit codes "
+            f"{tuple(packed.shape)} of {width} bits"
+        )
+    if not (packed.is_contiguous() and digits.stride(1) == 1 and total.stride(1) == 1):
+        raise ValueError(f"{name}: entries of a row must lie side by side")
+    failed = getattr(library, name)(
+        packed.data_ptr(), rows, coefficients, width, digits.data_ptr(), digits.stride(0), num_rows,
+        total.data_ptr(), total.stride(0),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"{name}: no memory for the rows of digits")

@@ -1,0 +1,99 @@
+"""Products with packed codes in C equal those of the codes, bit for bit; without a compiler they are off by name.
+
+Legend: n byte rows, K coefficients, F fields of a byte, R rows of digits.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from freqdepth import products
+from freqdepth.planes import Plane
+from kvcore.kernels import backend_report, native
+
+needs_native = pytest.mark.skipif(native.off_reason() is not None, reason=f"native products: {native.off_reason()}")
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Load anew inside the test, with a cache of its own, and forget it afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native._loaded.cache_clear()
+    yield tmp_path
+    native._loaded.cache_clear()
+
+
+@needs_native
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("num_rows", [1, 2, 9, 18, 25, 64])
+@pytest.mark.parametrize(("n", "count"), [(1, 1), (3, 5), (37, 64), (270, 65), (17, 200)])
+def test_sums_are_exact(width: int, num_rows: int, n: int, count: int) -> None:
+    packed = torch.randint(0, 256, (n, count), dtype=torch.uint8)
+    fields = 8 // width
+    codes = torch.stack([packed >> (f * width) & (2**width - 1) for f in range(fields)]).flatten(0, 1)
+    digits = torch.randint(-127, 128, (num_rows, count + 9), dtype=torch.int8)[:, 4 : 4 + count]
+    before = torch.randint(-99, 99, (num_rows, fields * n + 3), dtype=torch.int32)
+    total = before.clone()
+    native.add_plane_logits(total[:, 2:-1], digits, packed, width)
+    assert torch.equal(total[:, 2:-1].long() - before[:, 2:-1], digits.long() @ codes.long().T)
+    assert torch.equal(total[:, :2], before[:, :2])
+    assert torch.equal(total[:, -1], before[:, -1])
+    weights = torch.randint(-127, 128, (num_rows, fields * n), dtype=torch.int8)
+    mixed = torch.zeros(num_rows, count, dtype=torch.int32)
+    native.add_plane_mix(mixed, weights, packed, width)
+    assert torch.equal(mixed.long(), weights.long() @ codes.long())
+
+
+@needs_native
+@pytest.mark.parametrize("num_tokens", [32, 104, 520])
+def test_the_c_form_equals_the_torch_form(monkeypatch, num_tokens: int) -> None:
+    planes = [Plane(w, torch.randint(0, 2**w, (1, num_tokens, 11 * w), dtype=torch.uint8)) for w in (4, 2, 1)]
+    rows, weights = torch.randn(9, 77), torch.rand(9, num_tokens)
+    found = products.integer_logits(planes, rows), products.integer_mix(planes, weights)
+    monkeypatch.setattr(products, "MOST_NATIVE_ROWS", 0)
+    expected = products.integer_logits(planes, rows), products.integer_mix(planes, weights)
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.allclose(mine, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
+@needs_native
+def test_what_does_not_fit_is_refused() -> None:
+    packed, digits = torch.zeros(8, 6, dtype=torch.uint8), torch.zeros(2, 6, dtype=torch.int8)
+    with pytest.raises(ValueError, match="do not fit"):
+        native.add_plane_logits(torch.zeros(2, 31, dtype=torch.int32), digits, packed, 2)
+    with pytest.raises(ValueError, match="side by side"):
+        native.add_plane_logits(torch.zeros(32, 2, dtype=torch.int32).T, digits, packed, 2)
+
+
+def test_off_by_choice_without_a_compiler_and_with_a_broken_one(monkeypatch, fresh) -> None:
+    monkeypatch.setenv("KVCORE_NATIVE", "0")
+    assert native.off_reason() == "KVCORE_NATIVE=0"
+    assert backend_report()["cpu products in C"] == "off: KVCORE_NATIVE=0"
+    with pytest.raises(RuntimeError, match="KVCORE_NATIVE=0"):
+        native.add_plane_mix(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), 4)
+    monkeypatch.setenv("KVCORE_NATIVE", "1")
+    monkeypatch.setattr(native.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    native._loaded.cache_clear()
+    assert "no C compiler" in str(native.off_reason())
+    broken = fresh / "cc"
+    broken.write_text("#!/bin/sh\necho cannot compile >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(native.shutil, "which", lambda name: str(broken))
+    native._loaded.cache_clear()
+    assert "cannot compile" in str(native.off_reason())
+    assert not list((fresh / "kvcore").glob("*.so"))
+    planes = [Plane(2, torch.randint(0, 4, (1, 32, 5), dtype=torch.uint8))]
+    assert products.integer_logits(planes, torch.randn(3, 5)).shape == (3, 32)
+
+
+@needs_native
+def test_built_once_and_found_again(fresh) -> None:
+    assert native.off_reason() is None
+    (built,) = (fresh / "kvcore").glob("planes-*.so")
+    stamp = built.stat().st_mtime_ns
+    native._loaded.cache_clear()
+    assert native.off_reason() is None
+    assert [p.stat().st_mtime_ns for p in (fresh / "kvcore").iterdir()] == [stamp]
