@@ -30,6 +30,7 @@ from sekv.window import Window
 
 STATISTICS_EVERY = 4  # single steps between two counts of what each query head zooms into
 MOST_QUERIES = 16  # of a step; longer inputs are several steps
+ROOM_PER_QUERY = 64  # tokens that each of them can fetch at least: the first must not starve the last
 MOST_LOGITS = 2**26  # estimated at a time: bounds the memory of a step over very long contexts
 
 
@@ -85,18 +86,25 @@ class DecodingLayer(CacheLayer):
     @torch.no_grad()  # what is stored is overwritten in place: a cache is for inference, training has sekv.student
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tokens: int) -> Tensor:
         """Many tokens are taken as few steps, of a length that does not depend on how full a window is."""
-        assert self.window is not None
-        width = 1 if self.map is None else self.map.width
-        most = MOST_LOGITS // (query.shape[0] * query.shape[1] * width)
-        most = max(1, min(MOST_QUERIES, most, self.window.longest_step))
+        most = self._longest_step(query.shape[0] * query.shape[1])
         self.fetched_bytes, attended, outputs = 0, 0.0, []
         for queries, keys, values in zip(*(t.split(most, dim=2) for t in (query, key, value)), strict=True):
+            assert self.window is not None
             if self.window.until_full < keys.shape[2]:
                 self._spill(keys.shape[2])
             outputs.append(self._attend(queries.float() * scale, keys, values))
             attended += self._attended * keys.shape[2]
         self.attended = attended / key.shape[2]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def _longest_step(self, rows_and_heads: int) -> int:
+        """Queries taken together: so many as memory, the window's blocks and the room for what they fetch allow."""
+        assert self.window is not None
+        most = min(MOST_QUERIES, self.window.longest_step)
+        if self.map is not None:
+            logits = rows_and_heads * self.map.width
+            most = min(most, MOST_LOGITS // max(logits, 1), self._room_limits[0] // ROOM_PER_QUERY)
+        return 1 << max(most.bit_length() - 1, 0)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One step: query [B, Hq, Q, d] (fp32, scaled), key and value [B, Hkv, Q, d]."""
@@ -148,6 +156,7 @@ class DecodingLayer(CacheLayer):
             slots=slots,
             recent=recent,
             room=self.room,
+            neighbours=self.options.neighbours,
             use_coarse=self.options.coarse,
             ragged=shared.ragged,
             count=self._counts(query.shape[2]),

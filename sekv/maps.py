@@ -39,6 +39,7 @@ class StepView:
         slots: [B, Hq, Q, C] logits of the slots, -inf for empty ones.
         recent: [B, Hq, Q, W] logits of the local window, -inf where hidden.
         room: [B] tokens per KV head that may be fetched.
+        neighbours: tokens on either side that are zoomed into with a token far above the threshold.
         use_coarse: whether what is not zoomed into keeps an entry.
         ragged: whether some token is neither in a span nor in a slot for good (padding).
         count: whether to count what each query head zooms into.
@@ -53,6 +54,7 @@ class StepView:
     slots: Tensor
     recent: Tensor
     room: Tensor
+    neighbours: int = 0
     use_coarse: bool = True
     ragged: bool = True
     count: bool = True

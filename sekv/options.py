@@ -14,6 +14,7 @@ from sekv.segmentation import Segmentation, SegmentOptions
 from sekv.sketch import SKETCH_BITS
 
 LARGEST_RANK = 4096
+LARGEST_REACH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class SeKVOptions:
         sketch_fine_dims, sketch_bits: so many of as many, the leading ones, have so many bits; the others have 2.
         outlier_share: tokens per KV head, as a share, that stay on the device because the sketch shows them worst.
         query_aware: choose the sketch's directions by the logits they explain rather than by the keys' variance.
+        neighbours: tokens on either side that are zoomed into with a token far above the threshold (sketch only).
         window: newest tokens kept exactly. window_block: tokens that leave it at a time.
         max_zoom: most tokens fetched per layer and KV head in one step, as a share of the tokens.
         row_bits: 8 or 0 (the model's dtype): storage of host rows and of fetched rows on the device.
@@ -68,6 +70,7 @@ class SeKVOptions:
     sketch_bits: int = 4
     outlier_share: float = 0.01
     query_aware: bool = True
+    neighbours: int = 2
     window: int = 32
     window_block: int = 16
     max_zoom: float = 0.25
@@ -90,6 +93,7 @@ class SeKVOptions:
             (self.sketch_dims > 0 and self.sketch_dims % 2 == 0, "sketch_dims", "a positive even number"),
             (self.sketch_fine_dims >= 0 and self.sketch_fine_dims % 2 == 0, "sketch_fine_dims", "an even number >= 0"),
             (self.row_bits in ROW_BITS, "row_bits", f"one of {ROW_BITS}"),
+            (0 <= self.neighbours <= LARGEST_REACH, "neighbours", f"in 0..{LARGEST_REACH}"),
             (self.window >= 1, "window", ">= 1"),
             (self.window_block >= 1, "window_block", ">= 1"),
             (0.0 <= self.max_zoom <= 1.0, "max_zoom", "in [0, 1]"),

@@ -15,6 +15,8 @@ from sekv.maps import HIDDEN, Decision, Map, Shares, StepView, in_turn
 from sekv.sketch import Sketch
 from sekv.window import Block, write_columns
 
+STRONG = 32.0  # multiples of the threshold from which on a token's neighbours are zoomed into as well
+
 
 class TokenMap(Map):
     """Sketch of every token + one mean value per span; see `Map`.
@@ -60,12 +62,34 @@ class TokenDecision(Decision):
         not_recent = masses[..., : masses.shape[-1] - view.recent.shape[-1]]
         multiples = view.router.multiples(view.layer, not_recent, view.tokens)
         best = multiples.unflatten(1, (view.slot_token.shape[1], -1)).amax(2)  # [B, Hkv, Q, N + 1 + C]
-        self.want, self.first = in_turn(best[..., : self.tail - 1], 1.0)
+        estimated = self._with_neighbours(best) if view.neighbours else best[..., : self.tail - 1]
+        self.want, self.first = in_turn(estimated, 1.0)
         self.slot_used = (best[..., self.tail :] >= 1).any(2)
         if view.ragged:  # rows without a map keep what came last, as they do alone
             self.slot_used &= (owner.tokens > 0)[:, None, None]
         if view.count:
             self.zoomed = (multiples >= 1).sum(-1).float().mean(2)
+
+    def _with_neighbours(self, best: Tensor) -> Tensor:
+        """Multiples [B, Hkv, Q, N] of what is in no slot, raised near tokens `STRONG` times above the threshold.
+
+        What is copied (a number, a name) is read on from where it was found, and a coarse estimate tells digits of one
+        number apart last of all.
+
+        Args:
+            best: [B, Hkv, Q, N + 1 + C] multiples of the tokens of the map (0 for those in slots), nothing, the slots.
+        """
+        reach, slot = self.view.neighbours, self.view.slot_token.unsqueeze(2).expand(*best.shape[:3], -1)
+        every = best[..., : self.tail].scatter(-1, slot, best[..., self.tail :])
+        near = F.max_pool1d(every[..., :-1].flatten(0, 1), 2 * reach + 1, stride=1, padding=reach).view_as(
+            every[..., :-1]
+        )
+        every[..., :-1] = torch.maximum(best[..., : self.tail - 1], near / STRONG)
+        every = every.scatter_(-1, slot, 0.0)[..., :-1]
+        if self.view.ragged:
+            place = torch.arange(every.shape[-1], device=every.device)
+            every = every.masked_fill_(place >= self.owner.tokens[:, None, None, None], 0.0)
+        return every
 
     def fetched_visible(self, token: Tensor) -> Tensor | None:
         if self.first is None:

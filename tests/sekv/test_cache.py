@@ -183,7 +183,7 @@ def precise():
 # prompt lengths and budget: blocks of unequal sizes; rows without a map; a cap in tokens
 UNEQUAL = {"blocks": ((400, 150, 60, 9), 0.4), "no_map": ((300, 290, 40), 0.25), "cap": ((700, 120, 60), 96)}
 # steps of several tokens see the slots of their beginning, and small blocks cut them: equal only with equal blocks
-EVEN = ((760, 600, 500), 0.4)
+EVEN = ((900, 800, 700), 0.4)
 # the sketch's basis is kept in fp16, so its estimates carry noise: that form is compared where all is zoomed into
 UNEQUAL_CASES = [
     *((form, {}, *UNEQUAL[case], 1) for form in FORMS for case in UNEQUAL if form != "sketch"),
