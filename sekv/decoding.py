@@ -30,6 +30,7 @@ from sekv.window import Window
 
 STATISTICS_EVERY = 4  # single steps between two counts of what each query head zooms into
 MOST_QUERIES = 16  # of a step; longer inputs are several steps
+PUT_EVERY = 2  # single steps between two admissions to the slots: one costs what a fetch does, and most come again
 ROOM_PER_QUERY = 64  # tokens that each of them can fetch at least: the first must not starve the last
 MOST_LOGITS = 2**26  # estimated at a time: bounds the memory of a step over very long contexts
 
@@ -208,7 +209,7 @@ class DecodingLayer(CacheLayer):
         if fetched is not None:
             statistics.moved_bytes += fetched.count * row
             self.fetched_bytes += fetched.moved_bytes if self.options.offload else 0
-            if self.options.factor_cache:
+            if self.options.factor_cache and (num_queries > 1 or self.step % PUT_EVERY == 0):
                 width = fetched.token.shape[2]
                 self.slots.put(fetched.moved, fetched.head, fetched.newest, fetched.moved_token, width)
 

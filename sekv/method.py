@@ -70,7 +70,7 @@ class SeKV(SeKVOptions, Method):
         if path is None:
             # untied maps that were never trained add nothing: decoding leaves them out
             plain = replace(wanted, maps="none") if wanted.maps == "untied" else wanted
-            return Router(plain).requires_grad_(False).eval()
+            return Router(plain).freeze()
         router = load_router(path, spec)
         wrong = [f for f in FORM_FIELDS if getattr(router.config, f) != getattr(wanted, f)]
         if wrong:

@@ -97,6 +97,7 @@ class Router(nn.Module):
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
         self.config = config
+        self._plain = False
         layers, heads, dim, rank = config.num_layers, config.num_heads, config.head_dim, config.map_rank
         generator = torch.Generator().manual_seed(0)
         if config.maps == "tied":
@@ -116,6 +117,12 @@ class Router(nn.Module):
         if config.gates:
             self.gate = RankGate(config.head_dim, config.max_rank)
 
+    def freeze(self) -> Router:
+        """For inference: no gradients; a query that routing would not change is passed on as it is."""
+        self.requires_grad_(False).eval()
+        self._plain = self.config.maps == "none" and not bool(self.log_gain.any())
+        return self
+
     # --- scores
     def routed_query(self, layer: int, query: Tensor) -> Tensor:
         """The query whose plain dot product with a key is the routing score: (I + key_mapᵀ query_map) q, or WᵀW q.
@@ -128,6 +135,8 @@ class Router(nn.Module):
         Returns:
             [B, Hq, Q, d].
         """
+        if self._plain:
+            return query
         if self.config.maps == "none":
             return query * self.log_gain[layer].exp().to(query.dtype)[:, None, None]
         if self.config.maps == "tied":

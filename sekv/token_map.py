@@ -81,10 +81,8 @@ class TokenDecision(Decision):
         """
         reach, slot = self.view.neighbours, self.view.slot_token.unsqueeze(2).expand(*best.shape[:3], -1)
         every = best[..., : self.tail].scatter(-1, slot, best[..., self.tail :])
-        near = F.max_pool1d(every[..., :-1].flatten(0, 1), 2 * reach + 1, stride=1, padding=reach).view_as(
-            every[..., :-1]
-        )
-        every[..., :-1] = torch.maximum(best[..., : self.tail - 1], near / STRONG)
+        near = F.max_pool1d(every.flatten(0, 1), 2 * reach + 1, stride=1, padding=reach).view_as(every)
+        torch.maximum(best[..., : self.tail], near.mul_(1 / STRONG), out=every)
         every = every.scatter_(-1, slot, 0.0)[..., :-1]
         if self.view.ragged:
             place = torch.arange(every.shape[-1], device=every.device)
