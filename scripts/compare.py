@@ -96,7 +96,7 @@ def as_table(compared: dict[Cell, PairedDifference], a: str, b: str) -> Table:
         table.add_column(column)
     for cell, result in compared.items():
         interval = result.difference
-        ends = "n too small" if interval.low is None else f"{interval.low:+.3f}, {interval.high:+.3f}"
+        ends = "too few or all equal" if interval.low is None else f"{interval.low:+.3f}, {interval.high:+.3f}"
         difference = f"{interval.value:+.3f} [{ends}]"
         counts = (f"{result.p_value:.3g}", str(result.wins), str(result.losses), str(interval.n))
         table.add_row(*map(str, cell), difference, *counts)
