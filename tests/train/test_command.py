@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import train
 from kvcore.attention import attach
+from kvcore.bench.runner import OutputFolder
 from kvcore.cli import config_dir, groups, resolved
 from kvcore.tiny import build_tiny
 from kvcore.tracking import LoggerConfig, Tracker
@@ -140,3 +141,12 @@ def test_records_after_the_last_checkpoint_are_dropped(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     keep_until(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_second_training_into_one_folder_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(train, "load_backbone", lambda *_: pytest.fail("the model was loaded"))
+    folder = tmp_path / "run"
+    first = OutputFolder(folder, main_process=True)
+    with pytest.raises(ValueError, match="another run is writing to"):
+        train.train_job(composed("backbone=tiny", f"output_dir={folder}"))
+    first.release()
