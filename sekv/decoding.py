@@ -31,7 +31,7 @@ from sekv.window import Window
 STATISTICS_EVERY = 4  # single steps between two counts of what each query head zooms into
 MOST_QUERIES = 16  # of a step; longer inputs are several steps
 PUT_EVERY = 2  # single steps between two admissions to the slots: one costs what a fetch does, and most come again
-ROOM_PER_QUERY = 64  # tokens that each of them can fetch at least: the first must not starve the last
+ROOM_PER_QUERY = 256  # tokens that each of them can fetch at least: the first must not starve the last
 MOST_LOGITS = 2**26  # estimated at a time: bounds the memory of a step over very long contexts
 
 
