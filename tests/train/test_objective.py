@@ -21,7 +21,8 @@ from sekv.routing import Router
 from sekv.train_config import LossConfig, TrainConfig
 
 pytestmark = pytest.mark.versions
-TOKEN_FORM: dict[str, Any] = {"sketch_dims": 8, "tau": 2.0}
+# training weighs tokens by their own estimates: that their neighbours come along is a matter of decoding
+TOKEN_FORM: dict[str, Any] = {"sketch_dims": 8, "tau": 2.0, "neighbours": 0}
 SPAN_FORM: dict[str, Any] = {"summary": "second_order", "maps": "untied", "tau": 1.0}
 PUBLISHED: dict[str, Any] = {
     "summary": "mean",
