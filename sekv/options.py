@@ -36,8 +36,7 @@ class SeKVOptions:
         sketch_fine_dims, sketch_bits: so many of as many, the leading ones, have so many bits; the others have 2.
         outlier_share: tokens per KV head, as a share, that stay on the device because the sketch shows them worst.
         query_aware: choose the sketch's directions by the logits they explain rather than by the keys' variance.
-        neighbours: tokens on either side that are zoomed into with a token far above the threshold (sketch only; decoding
-            only).
+        neighbours: tokens on either side that decoding with a sketch zooms into beside one far above the threshold.
         window: newest tokens kept exactly. window_block: tokens that leave it at a time.
         max_zoom: most tokens fetched per layer and KV head in one step, as a share of the tokens.
         row_bits: 8 or 0 (the model's dtype): storage of host rows and of fetched rows on the device.
