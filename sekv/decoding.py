@@ -20,9 +20,11 @@ from sekv.fetch import Fetched, fetch
 from sekv.maps import HIDDEN, Decision, Shares, StepView
 from sekv.options import SeKVOptions
 from sekv.plan import Plan, Planner
+from sekv.prompt import PromptObserver
 from sekv.routing import Router, dot
 from sekv.rows import RowCodec, TokenStore
 from sekv.shared import Shared
+from sekv.sketch import Sketch
 from sekv.slots import Slots
 from sekv.span_map import SpanMap
 from sekv.token_map import TokenMap
@@ -68,6 +70,8 @@ class DecodingLayer(CacheLayer):
     ) -> None:
         super().__init__(spec, budget, layer_idx)
         self.options, self.planner, self.router, self.shared = options, planner, router, shared
+        self.observer: PromptObserver | None = PromptObserver(options.warm_queries)  # until the prompt is read
+        self.sketch: Sketch | None = None  # until the map owns it
         self.window: Window | None = None
         self.codec: RowCodec | None = None
         self.store: TokenStore | FactorStore | None = None
@@ -75,6 +79,8 @@ class DecodingLayer(CacheLayer):
         self.slots: Slots | None = None
         self.host: HostTensors | None = None
         self.plans: list[Plan] = []
+        self.pinned: list[int] = []
+        self._capacity: list[int] = []
         self.room: Tensor | None = None  # int64 [B], most tokens fetched per KV head
         self._room_limits = 0, 0
         self.prompt_lengths: list[int] = []

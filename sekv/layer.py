@@ -8,18 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcore.budget import Budget, ModelSpec
 from kvcore.layer import LayerPrompt
 from sekv.decoding import DecodingLayer, HostTensors
 from sekv.factors import factorise
 from sekv.lowrank import check_finite
-from sekv.options import SeKVOptions
-from sekv.plan import Plan, Planner
-from sekv.prompt import PromptBody, PromptObserver, build_map, extend_map, first_slots
-from sekv.routing import Router
+from sekv.plan import Plan
+from sekv.prompt import PromptBody, build_map, extend_map, first_slots
 from sekv.rows import RowCodec, Rows, TokenStore, make_store
 from sekv.segmentation import Kind, Segments
-from sekv.shared import Shared
 from sekv.sketch import Sketch
 from sekv.slots import Slots
 from sekv.window import Window
@@ -28,22 +24,6 @@ from sekv.window import Window
 class SeKVLayer(DecodingLayer):
     """See `sekv.cache.SeKVCache`, which compresses in two moves: `build` when the layer's prefill ends (keys and values
     leave for the host), `finish` when the spans are known. See `DecodingLayer` for the arguments."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        budget: Budget,
-        layer_idx: int,
-        options: SeKVOptions,
-        planner: Planner,
-        router: Router,
-        shared: Shared,
-    ) -> None:
-        super().__init__(spec, budget, layer_idx, options, planner, router, shared)
-        self.observer: PromptObserver | None = PromptObserver(options.warm_queries)
-        self.sketch: Sketch | None = None
-        self.pinned: list[int] = []
-        self._capacity: list[int] = []
 
     # --- prefill
     @torch.no_grad()

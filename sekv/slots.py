@@ -20,7 +20,7 @@ PINNED = float("inf")
 EMPTY = float("-inf")
 DECAY = 0.7  # of a slot's count of uses, per step
 FRESH = 1.0  # the count of a token that has just come: only slots used less give way to it
-MOST_TOKENS = 2**24  # of a row: ranks further apart than their tokens, exactly in fp64
+MOST_TOKENS = 2**24  # of a row: where ranks are equal, to less than one use, the token decides; exact in fp64
 
 
 class Slots(BatchedState):
