@@ -14,6 +14,7 @@ pinned_torch=$(sed -n 's/^torch==//p' constraints.txt)
 versions=("$@")
 [ $# -gt 0 ] || versions=("$oldest" newest)
 work=${WORK:-$(mktemp -d)}
+workers=${WORKERS:-$(nproc)}  # before the next line: nproc never says more than OMP_NUM_THREADS
 export TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
 requirement() { # NAME VERSION
@@ -32,7 +33,7 @@ for torch in ${TORCH:-$pinned_torch}; do
         "$pip" install --quiet -e . "$(requirement transformers "$transformers")" "$(requirement torch "$torch")" \
             pytest pytest-xdist hypothesis
         "$pip" list 2>/dev/null | grep -E '^(torch|transformers|tokenizers|huggingface_hub|numpy) '
-        if ! "$work/$name/bin/python" -m pytest -q -n "${WORKERS:-$(nproc)}" --dist loadfile -m "versions and not slow and not gpu"; then
+        if ! "$work/$name/bin/python" -m pytest -q -n "$workers" --dist loadfile -m "versions and not slow and not gpu"; then
             failed+=("$name")
         fi
     done

@@ -12,6 +12,7 @@ if [ "${1:-}" = "--slow" ]; then
     selection=(-m "not gpu")
     shift
 fi
+workers=$(nproc)  # before the next line: nproc never says more than OMP_NUM_THREADS
 export TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
-echo "test: running pytest on $(nproc) cores"
-exec .venv/bin/python -m pytest -n "$(nproc)" --dist loadfile -q "${selection[@]}" "$@"
+echo "test: running pytest on $workers cores"
+exec .venv/bin/python -m pytest -n "$workers" --dist loadfile -q "${selection[@]}" "$@"

@@ -89,7 +89,30 @@ def test_every_method_file_builds_its_method(compose, name):
             "the preset of the default form differs from the dataclass"
         )
     else:
-        assert options(method) != options(build_method(method.name)), "a preset that changes nothing"
+        changed = "_budget_" in own_node("method", name) or options(method) != options(build_method(method.name))
+        assert changed, "a preset that changes nothing"
+
+
+def test_a_method_may_have_budgets_of_its_own(compose):
+    plain = compose("evaluate", "method=[full,snapkv,freqdepth,freqdepth_26]", "budget=[0.1,0.2]")
+    runs = [(run.label, run.method.name, run.budget) for run in evaluation_plan(plain).runs]
+    assert runs == [
+        ("full", "full", 1.0),
+        ("snapkv", "snapkv", 0.1),
+        ("snapkv", "snapkv", 0.2),
+        ("freqdepth", "freqdepth", 0.1),
+        ("freqdepth", "freqdepth", 0.2),
+        ("freqdepth_26", "freqdepth", 0.26),
+    ]
+
+
+@pytest.mark.parametrize(("own", "said"), [([], "method.snapkv._budget_ is an empty list"), (1.5, "1.5"), ("a", "'a'")])
+def test_a_methods_own_budget_is_checked_like_the_runs(compose, own, said):
+    plain = compose("evaluate", "method=snapkv")
+    plain["method"]["snapkv"]["_budget_"] = own
+    with pytest.raises(ValueError, match="budget") as error:
+        evaluation_plan(plain)
+    assert said in str(error.value)
 
 
 def test_every_registered_method_and_bench_has_a_file():

@@ -28,6 +28,7 @@ TOP_LEVEL_KEYS = (
     *("backbone", "method", "bench", "logger", "budget", "budget_scope", "on_unreachable", "data_dir", "output_dir"),
     *("seed", "limit", "compress_question", "plots"),
 )
+OWN_BUDGET = "_budget_"  # of a method's node: a budget or a list, in place of the run's
 TOP_LEVEL_BENCH_OPTIONS = ("data_dir", "limit", "seed", "compress_question")
 
 
@@ -64,6 +65,8 @@ class EvaluationPlan:
 def evaluation_plan(config: dict[str, Any]) -> EvaluationPlan:
     """Validate a resolved configuration.
 
+    A method runs at every budget of `budget`, or at those of its own node's `_budget_`.
+
     Raises:
         ValueError: an unknown name or option (close matches named) or a value out of range.
     """
@@ -85,11 +88,7 @@ def evaluation_plan(config: dict[str, Any]) -> EvaluationPlan:
         raise ValueError("no method given; for example method=[full,streaming_llm]")
     if not benches:
         raise ValueError("no bench given; for example bench=fidelity")
-    budgets = config["budget"] if isinstance(config["budget"], list) else [config["budget"]]
-    if not budgets:
-        raise ValueError("budget is an empty list; give at least one, for example budget=[0.05,0.1]")
-    for budget in budgets:
-        Budget(budget, scope)
+    budgets = _budgets(config["budget"], scope, "budget")
     shared = {name: config[name] for name in TOP_LEVEL_BENCH_OPTIONS}
     return EvaluationPlan(
         backbone=typed_options(BackboneConfig, config["backbone"], "backbone"),
@@ -113,12 +112,28 @@ def _runs(methods: dict[str, dict[str, Any] | None], budgets: Sequence[float | i
     runs = []
     for label, options in methods.items():
         method = method_from_config(label, options)
-        for budget in [1.0] if method.ignores_budget else budgets:
+        own = mapping(options, f"method.{label}").get(OWN_BUDGET)
+        wanted = budgets if own is None else _budgets(own, scope, f"method.{label}.{OWN_BUDGET}")
+        for budget in [1.0] if method.ignores_budget else wanted:
             runs.append(MethodRun(method, budget, scope, label))
     return runs
 
 
+def _budgets(given: Any, scope: Scope, key: str) -> list[float | int]:
+    """One budget or a list of them, checked; `key` names it in errors."""
+    budgets = given if isinstance(given, list) else [given]
+    if not budgets:
+        raise ValueError(f"{key} is an empty list; give at least one, for example {key}=[0.05,0.1]")
+    for budget in budgets:
+        Budget(budget, scope)
+    return budgets
+
+
 def method_from_config(label: str, options: dict[str, Any] | None) -> Method:
-    """A method from its configuration node; `_name_` is the registered name, the node's own name otherwise."""
+    """A method from its configuration node.
+
+    `_name_` is the registered name, the node's own name otherwise; `_budget_` (see `evaluation_plan`) is no option.
+    """
     options = mapping(options, f"method.{label}")
+    options.pop(OWN_BUDGET, None)
     return build_method(str(options.pop("_name_", label)), **options)

@@ -19,6 +19,7 @@ FILES = sorted([*ROOT.glob("method/freqdepth*.yaml"), *ROOT.glob("ablation/freqd
 def test_preset_builds(path: Path) -> None:
     assert path.read_text().startswith(f"# @package method.{path.stem}\n")
     options = yaml.safe_load(path.read_text())
+    options.pop("_budget_", None)
     method = build_method(options.pop("_name_"), **options)
     assert isinstance(method, FreqDepth)
     if path.stem == "freqdepth":
