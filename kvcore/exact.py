@@ -17,6 +17,7 @@ class ExactLayer(CacheLayer):
     """Every key and value, grown by concatenation and attended by SDPA, as transformers' `DynamicCache` does."""
 
     is_croppable = True
+    host_fields = frozenset({"padding"})
 
     def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int) -> None:
         super().__init__(spec, budget, layer_idx)

@@ -8,7 +8,7 @@ and the byte ledger therefore reach it without method-specific code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,13 @@ class BatchedState:
     """An object whose attributes may hold tensors, other states, or lists / tuples / dicts of them.
 
     Attributes of any other type (configuration, counters, modules with trained weights) are left alone.
+
+    Class attributes:
+        host_fields: attributes that live in host memory whatever the device of the model: bookkeeping of the Python
+            side, such as the length of every row. They count as host bytes.
     """
+
+    host_fields: ClassVar[frozenset[str]] = frozenset()
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, at any depth."""
@@ -64,7 +70,7 @@ def storage_bytes(states: list[BatchedState], device: torch.device | None) -> tu
     """Bytes of the live storages behind `states`, as (on the device, on the host).
 
     A view counts its whole storage and a shared storage counts once. When the model itself lives on the CPU
-    there is one memory only; then tensors under an attribute wrapped in `HostState` count as host.
+    there is one memory only; then tensors inside a `HostState` or in `host_fields` count as host.
     """
     seen: set[int] = set()
     device_total = host_total = 0
@@ -89,8 +95,8 @@ def _located(value: Any, on_host: bool) -> Iterator[tuple[Tensor, bool]]:
         yield value, on_host
     elif isinstance(value, BatchedState):
         inside = on_host or isinstance(value, HostState)
-        for item in vars(value).values():
-            yield from _located(item, inside)
+        for name, item in vars(value).items():
+            yield from _located(item, inside or name in value.host_fields)
     elif isinstance(value, dict):
         for item in value.values():
             yield from _located(item, on_host)

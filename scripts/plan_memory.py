@@ -41,13 +41,14 @@ from kvcore.method import Method
 from kvcore.options import typed_options
 from kvcore.shapes import SHAPES, backbone_shape
 from sekv.method import SeKV
-from sekv.plan import Planner
+from sekv.plan import LAYER_COUNTERS, MAP_INDEX_BYTES, SHARED_COUNTERS, SPAN_INDEX_BYTES, Planner
 
 REGISTERED = (kvcore.baselines, sekv, freqdepth)  # importing them fills the registry
 OWN = ("context", "batch", "results")
 RETRIEVING = (Quest, RetroInfer, SentenceKV)  # their tokens live on the host
 NOMINAL_BITS = 4  # width at which coefficients of FreqDepthKV are counted; the real ones follow the spectrum
 TABLE_CONTEXTS = (8192, 32768, 131072)
+HOST_COUNTERS = 64  # bytes per row and layer, at most: lengths and fill levels that the Python side keeps
 STORE_GROWTH = 8  # `sekv.rows.TokenStore` makes room for an eighth more when generated tokens first arrive
 
 
@@ -73,17 +74,18 @@ def plan_memory(method: Method, spec: ModelSpec, budget: Budget, context: int) -
     Raises:
         NotImplementedError, ValueError: a budget that the method cannot serve.
     """
+    counters = {"lengths of the rows, at most": float(HOST_COUNTERS * spec.num_layers)}
     if method.name == "full" or budget.is_full:
-        return MemoryPlan({"keys and values": spec.full_bytes(context)}, traffic=0.0)
+        return MemoryPlan({"keys and values": spec.full_bytes(context)}, counters, traffic=0.0)
     if isinstance(method, SeKV):
         return plan_sekv(method, spec, budget, context)
     method.validate(spec, budget)
     if isinstance(method, FreqDepth):
         return plan_freqdepth(method, spec, budget, context)
     allowed = budget.device_bytes(spec, context)
-    plan = MemoryPlan({"entries and their side data, at most": allowed}, traffic=0.0)
+    plan = MemoryPlan({"entries and their side data, at most": allowed}, counters, traffic=0.0)
     if isinstance(method, RETRIEVING) and getattr(method, "offload", True):
-        plan.host = {"keys and values": spec.full_bytes(context)}
+        plan.host["keys and values"] = spec.full_bytes(context)
         plan.traffic = None
         plan.notes.append("Traffic follows what is retrieved: give results= for measured numbers.")
     if method.reference_only:
@@ -109,13 +111,14 @@ def plan_sekv(method: SeKV, spec: ModelSpec, budget: Budget, context: int) -> Me
     heads, dim = spec.num_layers * spec.num_kv_heads, spec.head_dim
     mapped = context - window if split.mapped else 0
     sketch = method.summary == "sketch"
+    counters = SHARED_COUNTERS + LAYER_COUNTERS * spec.num_layers
     plan = MemoryPlan()
     plan.device = {
         "window": (window + block) * spec.entry_bytes * heads,
         "slots (pinned tokens and factor cache)": split.slots * planner.slot_bytes * heads,
         "sketch of the keys": form.device_bytes(mapped, dim) * heads if split.mapped and sketch else 0,
         "coarse entries": spans * planner.coarse_bytes() * heads if split.mapped else 0,
-        "indices": (mapped + 1) * 8 + (12 * spans if split.mapped else 0) + 28 + 16 * spec.num_layers,
+        "indices": mapped * MAP_INDEX_BYTES + (spans * SPAN_INDEX_BYTES if split.mapped else 0) + counters,
         "steps of the row codec": 4 * dim * heads if method.row_bits else 0,
         "expansion buffer (once for all layers)": split.buffer * planner.row_bytes * spec.num_kv_heads,
     }

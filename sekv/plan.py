@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAP_INDEX_BYTES = 8  # a token's span number; one for all layers and heads
 SPAN_INDEX_BYTES = 12  # a span's length and start; one for all layers and heads
+SHARED_COUNTERS = 36  # bytes, once per row: its length, mapped tokens, spans; the last columns of index and starts
+LAYER_COUNTERS = 24  # bytes, once per row and layer: what it may fetch, the map's tokens and spans
 WINDOW_SHARE = 0.25  # of the budget's entries, at most, for window and spill block together
 MAP_SHARE = 0.5  # of the budget's bytes, at most, for the sketch; smaller budgets get fewer dimensions
 MIN_DIMS = 8
@@ -106,12 +108,15 @@ class Planner:
         total = float(spans * self.coarse_bytes())
         if self.options.summary == "sketch":
             total += self.sketch.device_bytes(mapped_tokens, self.spec.head_dim)
-        if self.options.row_bits:
-            total += 4 * self.spec.head_dim
-        shared = (mapped_tokens * MAP_INDEX_BYTES + spans * SPAN_INDEX_BYTES) / (
-            self.spec.num_layers * self.spec.num_kv_heads
-        )
-        return total + shared
+        shared = mapped_tokens * MAP_INDEX_BYTES + spans * SPAN_INDEX_BYTES
+        return total + shared / (self.spec.num_layers * self.spec.num_kv_heads)
+
+    def fixed_bytes(self, slots: int) -> float:
+        """Bytes that a row holds beside map and factor cache: its window of `slots` slots (with a mask, which rows of
+        unequal length need), the steps of its codec, and its counters."""
+        steps = 4 * self.spec.head_dim if self.options.row_bits else 0
+        shared = slots + LAYER_COUNTERS + SHARED_COUNTERS / self.spec.num_layers
+        return slots * self.spec.entry_bytes + steps + shared / self.spec.num_kv_heads
 
     def plan(self, tokens: int, window: int, block: int, pinned: int, spans: int, may_map: bool = True) -> Plan:
         """The split of a row.
@@ -124,7 +129,7 @@ class Planner:
             may_map: False once the row has given up its map.
         """
         entry = self.spec.entry_bytes
-        allowed = self.budget.share(tokens) * tokens * entry - (window + block) * entry
+        allowed = self.budget.share(tokens) * tokens * entry - self.fixed_bytes(window + block)
         mapped = max(tokens - window, 0)
         left = allowed - self.map_bytes(mapped, spans)
         buffer = min(math.floor(self.options.max_zoom * tokens), mapped)
@@ -142,7 +147,7 @@ class Planner:
         zooms = buffer > 0 or self.options.max_zoom == 0
         if may_map and mapped > 0 and zooms and left >= (pinned + MIN_SLOTS * self.options.factor_cache) * slot_cost:
             return Plan(window, block, True, min(slots, mapped), buffer)
-        bare = math.floor((allowed - 4 * self.spec.head_dim * bool(self.options.row_bits)) / slot_cost)
+        bare = math.floor(allowed / slot_cost)
         return Plan(window, block, False, max(0, min(bare, mapped)), 0)
 
     def refuse_resident(self, tokens: int, pinned: int, window: int, block: int, spans: int) -> None:
@@ -152,7 +157,7 @@ class Planner:
             UnreachableBudgetError: naming the smallest budget it can reach.
         """
         entry = self.spec.entry_bytes
-        needed = (window + block) * entry + self.map_bytes(tokens - window, spans) + pinned * self.slot_bytes
+        needed = self.fixed_bytes(window + block) + self.map_bytes(tokens - window, spans) + pinned * self.slot_bytes
         smallest = math.ceil(1000 * needed / (tokens * entry)) / 1000 + 0.005
         raise UnreachableBudgetError(
             "sekv", self.budget.value, min(smallest, 1.0), "raise alpha or min_span, or use segmentation=budget"

@@ -78,6 +78,8 @@ class Window(BatchedState):
         until_full: tokens until some row is full.
     """
 
+    host_fields = frozenset({"start", "size", "block"})
+
     def __init__(self, keys: Tensor, values: Tensor, start: Tensor, block: Tensor) -> None:
         """A window that holds keys and values [B, Hkv, n, d], without those before `start`, with room for `block`."""
         self.start, self.block = start.cpu(), block.cpu()

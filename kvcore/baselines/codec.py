@@ -29,6 +29,7 @@ class CodecStore(BatchedState, ABC):
         lengths: [B] tokens of each row.
     """
 
+    host_fields = frozenset({"lengths"})
     lengths: Tensor
 
     @abstractmethod

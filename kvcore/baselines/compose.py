@@ -87,6 +87,8 @@ class QueueStore(KiviStore):
 class ComposedLayer(CacheLayer):
     """Kept tokens in the order of their rank, then generated ones; pinned tokens (sinks) in a store of their own."""
 
+    host_fields = frozenset({"lengths"})
+
     def __init__(
         self, spec: ModelSpec, budget: Budget, layer_idx: int, chooser: EvictingLayer, setting: Setting
     ) -> None:

@@ -53,6 +53,8 @@ class EvictingLayer(CacheLayer):
         side_dtypes: names and dtypes of further per-slot tensors, counted in the budget.
     """
 
+    host_fields = frozenset({"_lengths"})
+
     def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int) -> None:
         super().__init__(spec, budget, layer_idx)
         self.keys: Tensor | None = None  # [B, Hkv, C, d]

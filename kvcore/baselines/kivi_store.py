@@ -57,6 +57,8 @@ class Setting(CodecSetting):
 class Recent(BatchedState):
     """The newest tokens [B, H, W, d], right-aligned; `counts` [B] of them are a row's."""
 
+    host_fields = frozenset({"counts"})
+
     def __init__(self, tokens: Tensor, counts: Tensor) -> None:
         self.tokens, self.counts = tokens, counts
 

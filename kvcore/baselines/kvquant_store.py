@@ -73,6 +73,8 @@ class Codes(BatchedState):
         placed: [B], outliers of each row.
     """
 
+    host_fields = frozenset({"placed"})
+
     def __init__(self, batch: int, num_heads: int, dim: int, bits: int, like: Tensor) -> None:
         self.bits, self.dim = bits, dim
         size = packed_bytes(dim, bits)
@@ -147,6 +149,8 @@ class NuqStore(CodecStore):
         sink_counts: [B].
         keys: pre-RoPE; values.
     """
+
+    host_fields = CodecStore.host_fields | {"sink_counts"}
 
     def __init__(self, setting: NuqSetting, spec: ModelSpec, batch: int, like: Tensor) -> None:
         heads, dim = like.shape[-3], like.shape[-1]

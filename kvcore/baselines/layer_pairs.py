@@ -52,15 +52,17 @@ class MergedStore(EvictingLayer):
     Attributes:
         retained: keys and values of the lower, then of the upper layer, [B, Hkv, R, d] each, of the tokens whose
             directions differ most; they are kept for good.
-        hidden: [B, 1, 1, 1, R], -inf where a row retains fewer tokens; None when all rows retain R.
+        retained_counts: [B], in host memory: how many of the R are a row's own.
     """
+
+    host_fields = EvictingLayer.host_fields | {"retained_counts"}
 
     def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int, options: MiniCache, plan: Plan) -> None:
         super().__init__(spec, budget, layer_idx)
         self.options, self.plan = options, plan
         self.side_dtypes = dict.fromkeys(NORMS, spec.dtype)
         self.retained: list[Tensor] = []
-        self.hidden: Tensor | None = None
+        self.retained_counts: Tensor
 
     def capacity(self, tokens: int) -> int:
         return self.plan.tokens(tokens) - self.plan.retained(tokens)
@@ -87,16 +89,12 @@ class MergedStore(EvictingLayer):
         self._layers, self._prompts = layers, prompts
         self._kept_exact: list[list[Tensor]] = []
         self.build(prompts[1])
-        counts = [rows[0].shape[1] for rows in self._kept_exact]
-        most = max(counts)
+        self.retained_counts = torch.tensor([rows[0].shape[1] for rows in self._kept_exact])
+        most = int(self.retained_counts.max())
         self.retained = [
             torch.stack([F.pad(rows[part], (0, 0, 0, most - rows[part].shape[1])) for rows in self._kept_exact])
             for part in range(4)
         ]
-        if min(counts) < most:
-            live = torch.arange(most) < torch.tensor(counts)[:, None]
-            hidden = torch.zeros(live.shape).masked_fill(~live, float("-inf"))
-            self.hidden = hidden[:, None, None, None].to(prompts[1].keys.device)
         for layer in layers:
             layer.forget_queries()
         del self._layers, self._prompts, self._kept_exact
@@ -132,12 +130,18 @@ class MergedStore(EvictingLayer):
         positions = self._new_positions(states[0].shape[2], states[0].device)
         self._store(entries.keys, entries.values, (GENERATED + positions).expand(*states[0].shape[:3]), entries.side)
 
+    def retained_bias(self) -> Tensor | None:
+        """[B, 1, 1, 1, R]: hides what fills up rows that retain fewer tokens; None when all rows retain R."""
+        most = self.retained[0].shape[2]
+        if int(self.retained_counts.min()) == most:
+            return None
+        beyond = torch.arange(most) >= self.retained_counts[:, None]
+        hidden = torch.zeros(beyond.shape).masked_fill(beyond, float("-inf"))
+        return hidden[:, None, None, None].to(self.retained[0].device)
+
     def mean_entries(self) -> float:
         """Live entries per row and KV head."""
-        retained = (
-            self.retained[0].shape[2] if self.hidden is None else float(self.hidden.isfinite().sum(-1).float().mean())
-        )
-        return self._live_mean() + retained
+        return self._live_mean() + float(self.retained_counts.float().mean())
 
 
 def merge(states: list[Tensor], weight: float) -> tuple[Entries, Tensor]:
@@ -204,7 +208,7 @@ class PairedLayer(QueryWindow):
         key_norm, value_norm = (store.side[f"{kind}_norm_{side}"][:, :, None] for kind in ("key", "value"))
         parts = [
             (store.keys, store.values, store._bias()),
-            (store.retained[2 * side], store.retained[2 * side + 1], store.hidden),
+            (store.retained[2 * side], store.retained[2 * side + 1], store.retained_bias()),
             (key, value, causal_bias(num_queries, key.device)),
         ]
         logits = []

@@ -51,6 +51,7 @@ class RetrievalLayer(CacheLayer):
 
     whole_units = False
     offloaded = True
+    host_fields = frozenset({"lengths", "unit_tokens", "unit_counts", "prompt"})
 
     def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int, planner: Planner, shared: Shared) -> None:
         super().__init__(spec, budget, layer_idx)

@@ -13,7 +13,7 @@ what is left. Units grow from the paper's size until window and buffer find room
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
@@ -95,8 +95,7 @@ class Planner:
             if self.fits(tokens, size):
                 return size
         if tokens > self.largest_unit:
-            least = (tokens / self.largest_unit + 1) * self.unit_entries + 2
-            raise self._unreachable(least * 1.5 / tokens, f"for a prompt of {tokens} tokens")
+            raise self._unreachable(self._least_share(tokens), f"for a prompt of {tokens} tokens")
         return self.largest_unit  # a short prompt keeps at least one entry, whatever its budget
 
     def fits(self, tokens: int, unit_tokens: float) -> bool:
@@ -105,6 +104,15 @@ class Planner:
             return True
         _, spare = self._spare(tokens, unit_tokens)
         return spare > 0 and self._fetched(tokens, spare) >= min(unit_tokens, self.fetch_share * tokens / 2)
+
+    def _least_share(self, tokens: int) -> float:
+        """The smallest share that holds a prompt in the largest units, to a thousandth."""
+        low, high = 0.0, 1.0
+        while high - low > 1e-3:
+            middle = (low + high) / 2
+            fits = replace(self, budget=replace(self.budget, value=middle)).fits(tokens, self.largest_unit)
+            low, high = (low, middle) if fits else (middle, high)
+        return high
 
     @lru_cache(maxsize=4096)  # noqa: B019 - planners are few and live as long as their cache
     def split(self, tokens: int, unit_tokens: float) -> Split:
@@ -117,7 +125,8 @@ class Planner:
             return Split(0, window, max(1, math.floor(allowed) - window))
         sinks, spare = self._spare(tokens, unit_tokens)
         if spare <= 0:
-            return Split(0, max(1, math.floor(allowed - self.unit_entries)), max(1, math.floor(allowed)))
+            rest = allowed - self._summaries(tokens, unit_tokens) - self._fixed - 1 / self._buffer_layers
+            return Split(0, max(1, math.floor(rest)), 1)
         fetched = self._fetched(tokens, spare)
         if self.whole_units and fetched >= unit_tokens:
             fetched -= fetched % math.ceil(unit_tokens)
@@ -128,19 +137,23 @@ class Planner:
         window = math.floor(room / (1 - per_token) + 1e-9) if per_token < 1 else 1
         return Split(sinks, max(1, min(window, tokens - sinks)), fetched)
 
+    @property
+    def _fixed(self) -> float:
+        """Entries' worth of what does not depend on the length."""
+        return self.fixed_bytes / self.spec.entry_bytes
+
     def _allowed(self, tokens: int) -> float:
         return self.budget.share(tokens) * tokens
 
     def _least_window(self, tokens: int) -> float:
-        return min(LOCAL_WINDOW, self._allowed(tokens) / 4)
+        return max(1.0, min(LOCAL_WINDOW, self._allowed(tokens) / 4))
 
     def _spare(self, tokens: int, unit_tokens: float) -> tuple[int, float]:
         """Sinks, and the entries left after sinks, summaries (one unit in hand, for rounding) and least window."""
         allowed = self._allowed(tokens)
         sinks = min(self.num_sinks, math.floor(allowed / 8))
         summaries = self._summaries(tokens - sinks, unit_tokens)
-        fixed = self.fixed_bytes / self.spec.entry_bytes
-        return sinks, allowed - sinks - summaries - fixed - self._least_window(tokens)
+        return sinks, allowed - sinks - summaries - self._fixed - self._least_window(tokens)
 
     def _summaries(self, tokens: int, unit_tokens: float) -> float:
         return (tokens / unit_tokens + 1) * self.unit_entries

@@ -25,6 +25,8 @@ class Resident(BatchedState):
         sink_counts, counts: [B] tokens of each row in `sinks` and `window`.
     """
 
+    host_fields = frozenset({"sink_counts", "counts"})
+
     def __init__(self, rows: list[tuple[Tensor, Tensor]], num_sinks: list[int], num_window: list[int]) -> None:
         """Take the first and last tokens of each row's prompt, keys and values [Hkv, n, d]."""
         first = [[pair[i][:, :count] for pair, count in zip(rows, num_sinks, strict=True)] for i in (0, 1)]
@@ -71,6 +73,8 @@ class Resident(BatchedState):
 
 class TokenStore(BatchedState):
     """Keys and values [B, Hkv, H, d] grouped by unit; the first `counts[row]` slots of a row are filled."""
+
+    host_fields = frozenset({"counts"})
 
     def __init__(self, keys: Tensor, values: Tensor, counts: Tensor) -> None:
         self.keys, self.values, self.counts = keys, values, counts

@@ -48,6 +48,8 @@ class SharedText(Shared):
 class SentenceLayer(RetrievalLayer):
     """Sentences of the text; per KV head only the tokens that an observation window found important are kept."""
 
+    host_fields = RetrievalLayer.host_fields | {"window_starts", "query_count", "ended"}
+
     def __init__(
         self, spec: ModelSpec, budget: Budget, layer_idx: int, planner: Planner, shared: SharedText, options: SentenceKV
     ) -> None:
@@ -56,7 +58,8 @@ class SentenceLayer(RetrievalLayer):
         self._observed: Tensor | None = None  # [B, Hq, <= w, d], during the prefill only
         self._mass: list[Tensor | None] = []  # per row [Hkv, n], during `build` only
         self.window_starts: Tensor  # [B, W] bool, right-aligned: a sentence starts at this window token
-        self.query_sum: Tensor  # [B, Hkv, d] fp32, group means of the queries of the sentence being generated
+        # [B, Hkv, d] fp32, group means of the queries of the sentence being generated; None while there is no unit
+        self.query_sum: Tensor | None = None
         self.query_count: Tensor  # [B]
         self.ended: Tensor  # [B] bool: the previous token ended a sentence
 
@@ -80,8 +83,7 @@ class SentenceLayer(RetrievalLayer):
         self._mass = []
         width = self.resident.window[0].shape[2]
         self.window_starts = torch.stack([_last(starts, width) for starts in self.text.starts])
-        self.query_sum = prompt.keys.new_zeros(len(rows), *rows[0].shape[::2], dtype=torch.float32)
-        self.query_count = torch.zeros(len(rows))
+        self.query_sum, self.query_count = None, torch.zeros(len(rows))
         self.ended = torch.ones(len(rows), dtype=torch.bool)
         if self.layer_idx == self.spec.num_layers - 1:
             self.text.starts = []
@@ -100,7 +102,9 @@ class SentenceLayer(RetrievalLayer):
         return starts
 
     def plan_units(self, row: int, tokens: int) -> float:
-        return tokens / int(self.text.starts[row].sum())
+        mean = tokens / int(self.text.starts[row].sum())
+        # where a short prompt leaves no room for more, what follows it goes into few units
+        return mean if self.planner.fits(tokens, mean) else float(self.planner.largest_unit)
 
     def group(self, keys: Tensor, values: Tensor, row: int, first: int) -> Units:
         count, num_heads = keys.shape[1], keys.shape[0]
@@ -149,14 +153,17 @@ class SentenceLayer(RetrievalLayer):
         starts = self.ended & ~ends
         width = self.resident.window[0].shape[2]
         self.window_starts = torch.cat([self.window_starts, starts[:, None]], dim=1)[:, -width:].clone()
-        fresh = starts.to(query.device)[:, None, None]
-        mean = group_queries(query, self.spec.num_kv_heads).float().mean(2)
-        self.query_sum = torch.where(fresh, mean, self.query_sum + mean)
-        self.query_count = torch.where(starts, 1.0, self.query_count + 1)
         self.ended = ends
+        if int(self.unit_counts.max()) == 0:  # nothing to compare with
+            return
+        mean = group_queries(query, self.spec.num_kv_heads).float().mean(2)
+        before = torch.zeros_like(mean) if self.query_sum is None else self.query_sum
+        self.query_sum = torch.where(starts.to(query.device)[:, None, None], mean, before + mean)
+        self.query_count = torch.where(starts, 1.0, self.query_count + 1)
 
     def score(self, query: Tensor, scale: float) -> Tensor:
         """Similarity of the sentence's mean query with each mean key (equation 3)."""
+        assert self.query_sum is not None
         mean = self.query_sum / self.query_count.clamp_min(1).to(query.device)[:, None, None]
         keys = self.summaries["mean_key"]
         return torch.matmul(keys.float(), mean.unsqueeze(-1)).squeeze(-1)

@@ -15,7 +15,7 @@ from kvcore.bench.base import Sample
 
 LARGEST_GROUP = 16
 # of the longest prompt of a batch: stores are as wide as their longest row, so this keeps the padding, which counts as
-# device bytes, within the 2% that a method may exceed its budget by
+# device bytes, within 2% of them
 SHORTEST_SHARE = 0.98
 
 Lengths = Sequence[tuple[int, int]]

@@ -26,11 +26,12 @@ def test_bf16_cache_is_finite_and_on_budget(model, name):
         for step in range(290, 300, 2):
             logits = model(ids[:, step : step + 2], cache=cache).logits
             assert logits.isfinite().all()
-    assert cache.ledger.device_share <= budget * 1.02
+    assert cache.ledger.device_share <= budget
     row = cache.ledger.as_row()
     if name in RETRIEVAL:
         assert row["h2d_bytes_per_token"] > 0
         assert row["host_bytes"] > 0.3 * cache.spec.full_bytes(2 * 290)
         assert row["attended_share"] < 1
     else:
-        assert row["h2d_bytes_per_token"] == row["host_bytes"] == 0
+        assert row["h2d_bytes_per_token"] == 0
+        assert row["host_bytes"] <= 2 * 64 * cache.spec.num_layers  # lengths of the rows, no tokens

@@ -102,7 +102,7 @@ def test_planned_bytes_are_the_measured_ones():
     for share in (0.05, 0.1, 0.2, 0.5):
         cache = build_method("minicache").new_cache(model, share)
         prefill(model, cache, torch.randint(5, 300, (1, 600)))
-        assert 0.96 * share <= cache.ledger.device_share <= 1.02 * share
+        assert 0.96 * share <= cache.ledger.device_share <= share
 
 
 def test_shared_storage_is_counted_and_reordered_once():
@@ -133,7 +133,7 @@ def test_a_budget_beyond_merging_is_refused_without_eviction():
     cache = method.new_cache(model, math.ceil(caught.value.smallest * 100) / 100)
     prefill(model, cache, torch.randint(5, 300, (1, 300)))
     model(torch.randint(5, 300, (1, 40)), cache=cache)
-    assert cache.ledger.device_share <= 1.02 * caught.value.smallest
+    assert cache.ledger.device_share <= caught.value.smallest
     assert float(cache.layers[0].attended) == pytest.approx(300 + 41 / 2)  # every token is still there
 
 

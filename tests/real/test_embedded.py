@@ -45,7 +45,7 @@ def test_a_streaming_cache_drops_into_generate(backbone):
         cache = build_method("streaming_llm").new_cache(backbone.model, budget)
         output = backbone.model.generate(ids, cache=cache, max_new_tokens=12, do_sample=False)
         answers[budget] = backbone.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-        assert cache.ledger.device_share <= budget * 1.02
+        assert cache.ledger.device_share <= budget
     assert "Paris" in answers[1.0]
     assert answers[0.5].strip()
 

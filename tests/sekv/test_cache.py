@@ -69,7 +69,7 @@ def test_everything_expanded_equals_the_full_cache(model, form):
 def test_every_form_decodes_within_its_budget_and_reports(model, form):
     cache, logits = decoded(model, token_ids(1, 400), token_ids(1, 24, 1), budget=0.4, step=6, **FORMS[form])
     assert logits.isfinite().all()
-    assert 0.3 < cache.ledger.device_share <= 0.4 * 1.02
+    assert 0.3 < cache.ledger.device_share <= 0.4
     zoom = cache.zoom_statistics()
     assert len(zoom.frequency) == 2 and len(zoom.frequency[0]) == 8
     assert zoom.moved_bytes <= zoom.zoomed_bytes
