@@ -13,10 +13,34 @@ import torch
 from foundation_cases import tiny_model
 
 SEED = int(os.environ.get("SEKV_TEST_SEED", "0"))
+COUNTED = ("fuzzed configurations", "fuzzed prompts", "contract cases")
 
 
 def pytest_report_header(config):
     return f"seed: {SEED} (SEKV_TEST_SEED=N draws others); hub: offline; torch threads: 1"
+
+
+@pytest.fixture
+def tally(request):
+    """Counts what a test tries, under a name in `COUNTED`; the sums stand at the end of the run."""
+    counts = dict.fromkeys(COUNTED, 0)
+
+    def add(name: str) -> None:
+        counts[name] += 1
+        # a test's properties travel with its report, from the processes of pytest-xdist as well
+        request.node.user_properties[:] = [(key, count) for key, count in counts.items() if count]
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter):
+    totals = dict.fromkeys(COUNTED, 0)
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for name in totals:
+                totals[name] += dict(report.user_properties).get(name, 0)
+    if any(totals.values()):
+        terminalreporter.write_line("reliability: " + ", ".join(f"{n:,} {name}" for name, n in totals.items()))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,6 @@
 """Full disks and damaged files: one clear message, or a run that goes on; finished work stays.
 
-Kills are in `test_kills.py`, downloads in `test_fetch_faults.py`, data files in `test_inputs.py`.
+Kills are in `test_kills.py`, downloads in `test_fetch_faults.py`, data files in `test_prompts.py`.
 """
 
 from __future__ import annotations
