@@ -8,13 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcore.kernels import ops, torch_compressed, torch_path
-from kvcore.kernels.backend import use_triton
+from kvcore.kernels import native, ops, torch_compressed, torch_path
+from kvcore.kernels.backend import use_native, use_triton
 from kvcore.kernels.operands import Coefficients, grouped_logits_bias
 from kvcore.kernels.torch_compressed import PackedProducts
 from kvcore.quant import QuantizedTensor, decode_scales
 
-_TRITON_PRODUCTS = PackedProducts(ops.packed_logits, ops.packed_mix)
+_TRITON_PRODUCTS = PackedProducts(
+    ops.packed_logits, lambda weights, codes, bits, dtype: ops.packed_mix(weights.to(dtype), codes, bits)
+)
+_NATIVE_PRODUCTS = PackedProducts(
+    native.packed_logits, lambda weights, codes, bits, dtype: native.packed_mix(weights, codes, bits)
+)
 
 
 def decode_attention(
@@ -89,8 +94,13 @@ def depth_attention(
     query: Tensor, key: Coefficients, value: Coefficients, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over shared depth coefficients. See `reference_compressed.depth_attention`."""
-    products = _TRITON_PRODUCTS if use_triton(query) else None
-    return torch_compressed.depth_attention(query, key, value, scale, bias, products)
+    if use_triton(query):
+        products = _TRITON_PRODUCTS
+    elif use_native(query, key.basis, value.basis):
+        products = _NATIVE_PRODUCTS
+    else:
+        products = torch_compressed.TORCH_PRODUCTS
+    return torch_compressed.depth_attention(query, key, value, scale, products, bias)
 
 
 def quantised_attention(

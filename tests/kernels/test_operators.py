@@ -194,9 +194,14 @@ def test_tiles_of_packed_lines_join(monkeypatch: pytest.MonkeyPatch) -> None:
     o = Operands(0, Shape(length=1000), torch.float32, "cpu")
     codes = o.integers(0, 256, 1, 2, 5, 3 * 128).to(torch.uint8)  # 3 bits, 1024 tokens
     rows, weights = o.normal(1, 2, 4, 5), o.normal(1, 2, 4, 1000)
-    whole = torch_compressed.packed_logits(rows, codes, 3, 1000), torch_compressed.packed_mix(weights, codes, 3)
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = torch_compressed.packed_logits(rows, codes, 3, 1000)
+        return logits, torch_compressed.packed_mix(weights, codes, 3, torch.float32)
+
+    whole = both()
     monkeypatch.setattr(unpacking, "TILE_CODES", 700)
-    tiled = torch_compressed.packed_logits(rows, codes, 3, 1000), torch_compressed.packed_mix(weights, codes, 3)
+    tiled = both()
     for actual, wanted in zip(tiled, whole, strict=True):
         torch.testing.assert_close(actual, wanted, **GRADIENT[torch.float32])
 
