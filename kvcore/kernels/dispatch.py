@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcore.kernels import native, ops, torch_compressed, torch_path
+from kvcore.kernels import native, ops, torch_compressed, torch_coordinates, torch_path
 from kvcore.kernels.backend import use_native, use_triton
 from kvcore.kernels.operands import Coefficients, grouped_logits_bias
 from kvcore.kernels.torch_compressed import PackedProducts
@@ -101,6 +101,19 @@ def depth_attention(
     else:
         products = torch_compressed.TORCH_PRODUCTS
     return torch_compressed.depth_attention(query, key, value, scale, products, bias)
+
+
+def coordinate_logits(query: Tensor, codes: Tensor, parts: list[tuple[int, int]], offset: Tensor) -> Tensor:
+    """Estimated logits fp32 [B, Hq, Q, N] of tokens kept as coordinates of 2, 4 or 8 bits.
+
+    See `reference_compressed.coordinate_logits`.
+    """
+    if use_triton(query):
+        return ops.coordinate_logits(query, codes, [dims for dims, _ in parts], [bits for _, bits in parts], offset)
+    if not use_native(query, codes, offset):
+        return torch_coordinates.coordinate_logits(query, codes, parts, offset)
+    rows = torch_path.group_queries(query, codes.shape[1])
+    return native.coordinate_logits(rows, codes, parts, offset.reshape(rows.shape[:3])).view(*query.shape[:3], -1)
 
 
 def quantised_attention(

@@ -16,6 +16,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Bytes of spill stores and loads of one thread; 64 are 8 registers written and read once, outside the inner loop.
 SPILL_LIMIT = 64
 KERNELS = {
+    "coordinate_kernel",
     "decode_kernel",
     "gather_kernel",
     "lowrank_kernel",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Operands, Shape, depth
+from cases import Operands, Shape, coordinates, depth
 from tolerances import LOGITS, OUTPUT
 
 from freqdepth import products
@@ -112,6 +112,17 @@ def test_depth_attention_equals_its_reference(dtype, length: int, bits: tuple[in
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("length", [0, 1, 63, 65, 1000, 8193])
+@pytest.mark.parametrize("parts", [[(6, 4), (28, 2)], [(37, 8)], [(4, 2)]], ids=str)
+def test_coordinate_logits_equal_their_reference(dtype, length: int, parts: list[tuple[int, int]]) -> None:
+    args, _ = coordinates(parts)(Operands(length, Shape(length=length, group=5, queries=2), dtype, "cpu"))
+    assert dispatch.use_native(args[0])
+    found, wanted = dispatch.coordinate_logits(*args), reference_compressed.coordinate_logits(*args)
+    torch.testing.assert_close(found, wanted, **LOGITS[dtype])
+
+
+@needs_native
 def test_a_gradient_takes_the_path_that_has_one() -> None:
     args, _ = depth((4,), False)(Operands(0, Shape(length=40), torch.float32, "cpu"))
     gradients = []
@@ -129,6 +140,9 @@ def test_what_does_not_fit_is_refused() -> None:
         native.add_plane_logits(torch.zeros(2, 31, dtype=torch.int32), digits, packed, 2)
     with pytest.raises(ValueError, match="no lines of 3 bits"):
         native.packed_mix(torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 6, 4, dtype=torch.uint8), 3)
+    codes, rows = torch.zeros(1, 1, 3, 9, dtype=torch.uint8), torch.zeros(1, 1, 2, 8)
+    with pytest.raises(ValueError, match="do not fit rows"):
+        native.coordinate_logits(rows, codes, [(8, 4)], rows[..., 0])
     with pytest.raises(ValueError, match="side by side"):
         native.add_plane_logits(torch.zeros(32, 2, dtype=torch.int32).T, digits, packed, 2)
 

@@ -2,11 +2,12 @@
 
 Without a compiler, on another processor or with `KVCORE_NATIVE=0` the callers take their torch path: the same sums.
 
-planes.c    exact integer products with planes whose bytes lie coefficient by coefficient
-lines.c     fp32 products with lines packed by `kvcore.quant.pack`, whose bytes lie token by token
+planes.c         exact integer products with planes whose bytes lie coefficient by coefficient
+lines.c          fp32 products with lines packed by `kvcore.quant.pack`, whose bytes lie token by token
+coordinates.c    fp32 products with tokens kept as a few coordinates, a byte per token and line
 
 Legend: n byte rows of a plane, K coefficients, F = 8 / width fields of a byte, R rows; B batch, Hc coefficient heads,
-N tokens.
+Hkv KV heads, N tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("planes.c", "lines.c"))
+_SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".c", ".h"))
 _FLAGS = ("-O3", "-shared", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni")
 _BUILD_SECONDS = 60
 
@@ -54,6 +55,16 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     lines = (pointer, ctypes.c_int, count, count, count, pointer, count)
     library.lines_logits.argtypes = [*lines, pointer, ctypes.c_int]
     library.lines_mix.argtypes = [*lines, count, pointer, ctypes.c_int]
+    library.coordinate_logits.argtypes = [
+        pointer,
+        pointer,
+        *(count,) * 3,
+        pointer,
+        pointer,
+        count,
+        pointer,
+        ctypes.c_int,
+    ]
     library.lines_tiles.argtypes = [count]
     library.lines_tiles.restype = count
     return library, "on"
@@ -70,7 +81,7 @@ def _built(compiler: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder) as work:  # several processes may build at once: the last one stays
         fresh = Path(work) / library.name
-        command = [compiler, *_FLAGS, "-o", str(fresh), *map(str, _SOURCES)]
+        command = [compiler, *_FLAGS, "-o", str(fresh), *(str(path) for path in _SOURCES if path.suffix == ".c")]
         subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)
         os.replace(fresh, library)
     return library
@@ -141,6 +152,34 @@ def packed_mix(weights: Tensor, codes: Tensor, bits: int) -> Tensor:
     if failed:
         raise MemoryError("packed_mix: no memory for a tile")
     return partial.sum(2)
+
+
+def coordinate_logits(rows: Tensor, codes: Tensor, parts: list[tuple[int, int]], offset: Tensor) -> Tensor:
+    """`offset + rows @ coordinates`, fp32 [B, Hkv, P, N], on as many threads as torch uses.
+
+    Args:
+        rows: [B, Hkv, P, m].
+        codes: uint8 [B, Hkv, bytes, N], see `reference_compressed.coordinate_logits`.
+        parts: (coordinates, bits).
+        offset: [B, Hkv, P].
+    """
+    library, reason = _loaded()
+    if library is None:
+        raise RuntimeError(f"native products are off: {reason}")
+    batch, heads, num_bytes, num_tokens = codes.shape
+    wanted = (batch, heads, rows.shape[2], sum(dims for dims, _ in parts))
+    if rows.shape != wanted or num_bytes != sum(dims * bits // 8 for dims, bits in parts) or codes.dtype != torch.uint8:
+        raise ValueError(f"codes {codes.dtype} {tuple(codes.shape)} of {parts} do not fit rows {tuple(rows.shape)}")
+    rows, offset, codes = rows.float().contiguous(), offset.float().contiguous(), codes.contiguous()
+    logits = torch.empty(*rows.shape[:3], num_tokens)
+    table = (ctypes.c_int64 * (2 * len(parts)))(*(number for part in parts for number in part))
+    failed = library.coordinate_logits(
+        codes.data_ptr(), table, len(parts), batch * heads, num_tokens, rows.data_ptr(), offset.data_ptr(),
+        rows.shape[2], logits.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("coordinate_logits: no memory for a tile")
+    return logits
 
 
 def _lines(rows: Tensor, codes: Tensor, bits: int) -> tuple[ctypes.CDLL, int]:

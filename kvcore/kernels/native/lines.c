@@ -5,18 +5,11 @@
 // bytes, and byte j of its piece s holds, in field f, bits of the code of token (s + f * w) * eighth + j.
 // Work is cut in the same items, and summed in the same order, for any number of threads. Functions return 1 without
 // memory.
-#include <immintrin.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
+#include "tiles.h"
 
-#define SIDE 256     // bytes of each eighth in a tile: 2048 tokens
-#define LINES 64     // lines that lie unpacked at a time: 128 KB of codes
-#define AHEAD 8      // lines from the one in hand to the one that is fetched into the cache
-#define MOST_ROWS 6  // rows whose sums for four vectors of codes are held in registers at once
-
-// The thread pool of the OpenMP library that torch has loaded; where there is none, the calling thread does the work.
-extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+#define SIDE 256  // bytes of each eighth in a tile: 2048 tokens
+#define LINES 64  // lines that lie unpacked at a time: 128 KB of codes
+#define AHEAD 8   // lines from the one in hand to the one that is fetched into the cache
 
 typedef struct {
     const uint8_t *codes;
@@ -32,18 +25,6 @@ int lines_supported(void) { return __builtin_cpu_supports("avx512f") && __builti
 
 // Tiles of a stream.
 int64_t lines_tiles(int64_t eighth) { return (eighth + SIDE - 1) / SIDE; }
-
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static inline int64_t to_multiple(int64_t x, int64_t of) { return (x + of - 1) / of * of; }
-
-static inline __mmask64 first_bytes(int64_t count) {
-    return count >= 64 ? ~(__mmask64)0 : count <= 0 ? 0 : (((__mmask64)1 << count) - 1);
-}
-
-static inline __mmask16 first_floats(int64_t count) {
-    return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1 << count) - 1);
-}
 
 // 64 bytes of each piece of a line -> the codes of 64 tokens of each eighth, at to[eighth * distance].
 static inline void unpack_vector(const uint8_t *line, const uint8_t *later, int bits, int64_t eighth, __mmask64 inside,
@@ -78,56 +59,12 @@ static void unpack(const Job *job, int64_t stream, int64_t k, int64_t start, int
                       distance);
 }
 
-static inline __m512 numbers(const uint8_t *codes) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i *)codes)));
-}
-
-// SUMS(r, v) += FACTOR(r) * CODE(v), for every step: the sums stay in registers
-#define ACCUMULATE(ROWS, STEPS, SUMS, CODE, FACTOR)                                                   \
-    case ROWS: {                                                                                      \
-        __m512 sum[ROWS][4];                                                                          \
-        for (int r = 0; r < ROWS; r++)                                                                \
-            for (int v = 0; v < 4; v++) sum[r][v] = _mm512_load_ps(SUMS(r, v));                       \
-        for (int64_t step = 0; step < STEPS; step++) {                                                \
-            __m512 code[4];                                                                           \
-            for (int v = 0; v < 4; v++) code[v] = numbers(CODE(v, step));                             \
-            _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++) {                                  \
-                const __m512 factor = FACTOR(r, step);                                                \
-                for (int v = 0; v < 4; v++) sum[r][v] = _mm512_fmadd_ps(factor, code[v], sum[r][v]);  \
-            }                                                                                         \
-        }                                                                                             \
-        for (int r = 0; r < ROWS; r++)                                                                \
-            for (int v = 0; v < 4; v++) _mm512_store_ps(SUMS(r, v), sum[r][v]);                       \
-        break;                                                                                        \
-    }
-#define FOR_ROWS(COUNT, ...)                                                                         \
-    switch (COUNT) {                                                                                 \
-        ACCUMULATE(1, __VA_ARGS__) ACCUMULATE(2, __VA_ARGS__) ACCUMULATE(3, __VA_ARGS__)             \
-        ACCUMULATE(4, __VA_ARGS__) ACCUMULATE(5, __VA_ARGS__) ACCUMULATE(6, __VA_ARGS__)             \
-    }
-
-// sums[r, 0:64] += rows[r] . codes[:, 0:64]
-static void tile_logits(int num_rows, const uint8_t *codes, int64_t side, int64_t count, const float *rows,
-                        int64_t stride, float *sums) {
-#define LOGITS_SUMS(r, v) (sums + (r) * 8 * side + 16 * (v))
-#define LOGITS_CODE(v, k) (codes + (k) * side + 16 * (v))
-#define LOGITS_FACTOR(r, k) _mm512_set1_ps(rows[(r) * stride + (k)])
-    FOR_ROWS(num_rows, count, LOGITS_SUMS, LOGITS_CODE, LOGITS_FACTOR)
-}
-
 // sums[r, v, lane] += weights[r] . codes[v], for four lines v of `tokens` tokens
-static void tile_mix(int num_rows, const uint8_t *codes, int64_t tokens, const float *weights, int64_t stride,
-                     float *sums) {
-#define MIX_SUMS(r, v) (sums + (r) * stride + 16 * (v))
+static void tile_mix(int num_rows, const uint8_t *codes, int64_t tokens, const float *weights, float *sums) {
+#define MIX_SUMS(r, v) (sums + ((r) * 4 + (v)) * 16)
 #define MIX_CODE(v, t) (codes + (v) * tokens + 16 * (t))
 #define MIX_FACTOR(r, t) _mm512_load_ps(weights + (r) * tokens + 16 * (t))
     FOR_ROWS(num_rows, tokens / 16, MIX_SUMS, MIX_CODE, MIX_FACTOR)
-}
-
-// Rows of a block: as few blocks as possible, as even as possible.
-static int64_t block_rows(int64_t rows) {
-    const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    return (rows + blocks - 1) / blocks;
 }
 
 static float *zeroed(float *x, int64_t count) {
@@ -147,7 +84,7 @@ static void logits_item(const Job *job, int64_t stream, int64_t start, uint8_t *
             const float *rows = job->rows + (stream * job->num_rows + r) * job->count + first;
             for (int64_t at = 0; at < 8 * side; at += 64)
                 tile_logits((int)least(size, job->num_rows - r), codes + at / side * LINES * side + at % side, side,
-                            count, rows, job->count, sums + r * 8 * side + at);
+                            count, rows, job->count, sums + r * 8 * side + at, 8 * side);
         }
     }
     for (int64_t line = 0; line < job->num_rows * 8; line++) {
@@ -190,7 +127,7 @@ static void mix_item(const Job *job, int64_t stream, int64_t start, uint8_t *cod
             const int64_t rows = least(size, job->num_rows - r);
             float sums[MOST_ROWS * 4 * 16] __attribute__((aligned(64)));
             zeroed(sums, rows * 4 * 16);
-            tile_mix((int)rows, codes, 8 * side, weights + r * 8 * side, 4 * 16, sums);
+            tile_mix((int)rows, codes, 8 * side, weights + r * 8 * side, sums);
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t v = 0; v < lines; v++)
                     out[(r + i) * job->count + k + v] = _mm512_reduce_add_ps(_mm512_load_ps(sums + (i * 4 + v) * 16));
@@ -210,24 +147,18 @@ static void mix_work(void *argument) {
     free(codes), free(weights);
 }
 
-static int run(void (*work)(void *), Job *job, int threads) {
-    if (threads > 1 && GOMP_parallel)
-        GOMP_parallel(work, job, (unsigned)threads, 0);
-    else
-        work(job);
-    return job->failed;
-}
-
 // out[s, r, t] = sum over k of rows[s, r, k] * code(s, k, t), for all 8 * eighth tokens t
 int lines_logits(const uint8_t *codes, int bits, int64_t streams, int64_t count, int64_t eighth, const float *rows,
                  int64_t num_rows, float *out, int threads) {
     Job job = {codes, rows, out, streams, count, eighth, num_rows, 8 * eighth, bits, 0, 0};
-    return run(logits_work, &job, threads);
+    in_threads(logits_work, &job, threads);
+    return job.failed;
 }
 
 // sum over tiles of out[s, tile, r, k] = sum over t < tokens of weights[s, r, t] * code(s, k, t)
 int lines_mix(const uint8_t *codes, int bits, int64_t streams, int64_t count, int64_t eighth, const float *weights,
               int64_t num_rows, int64_t tokens, float *out, int threads) {
     Job job = {codes, weights, out, streams, count, eighth, num_rows, tokens, bits, 0, 0};
-    return run(mix_work, &job, threads);
+    in_threads(mix_work, &job, threads);
+    return job.failed;
 }
