@@ -90,7 +90,10 @@ def span_scores_kernel(
             b_along = tl.zeros([BLOCK_P, BLOCK_S], tl.float32)
             for first in range(0, DIM, BLOCK_D):
                 o_d = first + tl.arange(0, BLOCK_D)
-                b_query_mask, b_key_mask = b_live[:, None] & (o_d[None, :] < DIM), b_seen[None, :] & (o_d[:, None] < DIM)
+                b_query_mask, b_key_mask = (
+                    b_live[:, None] & (o_d[None, :] < DIM),
+                    b_seen[None, :] & (o_d[:, None] < DIM),
+                )
                 b_routing = tl.load(p_routing + o_q + o_d[None, :], mask=b_query_mask, other=0.0)
                 p_dd = p_d + i_direction * s_dr + o_d[:, None] * s_dd
                 b_direction = tl.load(p_dd, mask=b_key_mask, other=0.0).to(b_routing.dtype)
