@@ -124,15 +124,16 @@ class Sketch(BatchedState):
         seen = error if query_moment is None else error @ query_moment.float()
         return (seen * error).sum(-1).masked_fill_(~visible[:, None], -1.0)
 
-    def logits(self, routed: Tensor) -> Tensor:
+    def logits(self, routed: Tensor, out: Tensor | None = None) -> Tensor:
         """Estimated logits [B, Hq, Q, N] (fp32) of routed, scaled queries [B, Hq, Q, d]: `routing.token_logits` on
-        the packed codes. Steps are folded into the query, so that the codes are only converted, never rescaled."""
+        the packed codes. Steps are folded into the query, so that the codes are only converted, never rescaled. Into
+        `out` where it is given (see `coordinate_logits`)."""
         grouped = group_queries(routed.float(), self.synthesis.shape[1])
         on_basis = grouped @ self.synthesis.float().mT  # [B, Hkv, G Q, m]
         offset = grouped @ self.centre.unsqueeze(-1) + on_basis @ self.low.unsqueeze(-1)
         weights = on_basis * self.step.unsqueeze(2)
         shape = routed.shape[:3]
-        return coordinate_logits(weights.view(*shape, -1), self.codes, self.form.parts, offset.view(shape))
+        return coordinate_logits(weights.view(*shape, -1), self.codes, self.form.parts, offset.view(shape), out)
 
     def coordinates(self) -> Tensor:
         """Decoded coordinates [B, Hkv, N, m] (fp32), for training and checks."""

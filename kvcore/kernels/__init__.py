@@ -22,6 +22,7 @@ from kvcore.kernels.dispatch import (
     lowrank_attention,
     merge_states,
     quantised_attention,
+    segment_sums,
     span_scores,
 )
 from kvcore.kernels.operands import Band, Coefficients
@@ -42,5 +43,6 @@ __all__ = [
     "merge_states",
     "prefill_attention",
     "quantised_attention",
+    "segment_sums",
     "span_scores",
 ]

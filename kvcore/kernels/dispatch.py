@@ -103,17 +103,28 @@ def depth_attention(
     return torch_compressed.depth_attention(query, key, value, scale, products, bias)
 
 
-def coordinate_logits(query: Tensor, codes: Tensor, parts: list[tuple[int, int]], offset: Tensor) -> Tensor:
+def coordinate_logits(
+    query: Tensor, codes: Tensor, parts: list[tuple[int, int]], offset: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Estimated logits fp32 [B, Hq, Q, N] of tokens kept as coordinates of 2, 4 or 8 bits.
 
-    See `reference_compressed.coordinate_logits`.
+    See `reference_compressed.coordinate_logits`. They go into `out` where it is given: fp32 lines of a larger tensor.
     """
-    if use_triton(query):
-        return ops.coordinate_logits(query, codes, [dims for dims, _ in parts], [bits for _, bits in parts], offset)
-    if not use_native(query, codes, offset):
-        return torch_coordinates.coordinate_logits(query, codes, parts, offset)
-    rows = torch_path.group_queries(query, codes.shape[1])
-    return native.coordinate_logits(rows, codes, parts, offset.reshape(rows.shape[:3])).view(*query.shape[:3], -1)
+    triton = use_triton(query)
+    if not triton and use_native(query, codes, offset):
+        return native.coordinate_logits(query, codes, parts, offset, out)
+    if triton:
+        dims, bits = [dims for dims, _ in parts], [bits for _, bits in parts]
+        logits = ops.coordinate_logits(query, codes, dims, bits, offset)
+    else:
+        logits = torch_coordinates.coordinate_logits(query, codes, parts, offset)
+    return logits if out is None else out.copy_(logits)
+
+
+def segment_sums(values: Tensor, starts: Tensor) -> Tensor:
+    """Sums fp32 [B, Hq, Q, S] over runs of neighbouring entries. See `reference.segment_sums`."""
+    path = native if use_native(values, starts) else torch_path
+    return path.segment_sums(values, starts)
 
 
 def quantised_attention(

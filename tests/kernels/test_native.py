@@ -13,7 +13,7 @@ from tolerances import LOGITS, OUTPUT
 
 from freqdepth import products
 from freqdepth.planes import Plane
-from kvcore.kernels import backend_report, dispatch, native, reference_compressed
+from kvcore.kernels import backend_report, dispatch, native, reference, reference_compressed
 from kvcore.quant import pack
 
 needs_native = pytest.mark.skipif(native.off_reason() is not None, reason=f"native products: {native.off_reason()}")
@@ -120,6 +120,21 @@ def test_coordinate_logits_equal_their_reference(dtype, length: int, parts: list
     assert dispatch.use_native(args[0])
     found, wanted = dispatch.coordinate_logits(*args), reference_compressed.coordinate_logits(*args)
     torch.testing.assert_close(found, wanted, **LOGITS[dtype])
+    wider = torch.full((*wanted.shape[:3], length + 9), 7.0)
+    dispatch.coordinate_logits(*args, out=wider[..., 4 : length + 4])
+    assert torch.equal(wider[..., 4 : length + 4], found)
+    assert (wider[..., :4] == 7).all() and (wider[..., length + 4 :] == 7).all()
+
+
+@needs_native
+@pytest.mark.parametrize("length", [1, 64, 1000])
+def test_segment_sums_equal_their_reference(length: int) -> None:
+    values = torch.randn(2, 3, 2, length)
+    starts = torch.randint(0, length + 1, (2, 40)).sort(dim=1).values  # runs of every length, empty ones among them
+    found, wanted = dispatch.segment_sums(values, starts), reference.segment_sums(values, starts)
+    torch.testing.assert_close(found, wanted, **OUTPUT[torch.float32])
+    with pytest.raises(ValueError, match="do not fit"):
+        native.segment_sums(values, starts[:1])
 
 
 @needs_native
@@ -140,9 +155,11 @@ def test_what_does_not_fit_is_refused() -> None:
         native.add_plane_logits(torch.zeros(2, 31, dtype=torch.int32), digits, packed, 2)
     with pytest.raises(ValueError, match="no lines of 3 bits"):
         native.packed_mix(torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 6, 4, dtype=torch.uint8), 3)
-    codes, rows = torch.zeros(1, 1, 3, 9, dtype=torch.uint8), torch.zeros(1, 1, 2, 8)
-    with pytest.raises(ValueError, match="do not fit rows"):
-        native.coordinate_logits(rows, codes, [(8, 4)], rows[..., 0])
+    codes, query = torch.zeros(1, 1, 4, 9, dtype=torch.uint8), torch.zeros(1, 2, 1, 8)
+    with pytest.raises(ValueError, match="do not fit queries"):
+        native.coordinate_logits(query, codes, [(6, 4)], query[..., 0])
+    with pytest.raises(ValueError, match="equal distances"):
+        native.coordinate_logits(query, codes, [(8, 4)], query[..., 0], torch.zeros(1, 3, 1, 9)[:, ::2])
     with pytest.raises(ValueError, match="side by side"):
         native.add_plane_logits(torch.zeros(32, 2, dtype=torch.int32).T, digits, packed, 2)
 

@@ -158,6 +158,14 @@ def test_merge_gradient(path: str, device: str) -> None:
         torch.testing.assert_close(actual, wanted, **GRADIENT[torch.float32])
 
 
+@pytest.mark.parametrize("length", [1, 64, 1000])
+def test_segment_sums(length: int, path: str, device: str) -> None:
+    o = Operands(0, Shape(), torch.float32, device)
+    values, starts = o.normal(2, 3, 2, length), o.integers(0, length + 1, 2, 40).sort(dim=1).values
+    found, wanted = dispatch.segment_sums(values, starts), reference.segment_sums(values, starts)
+    torch.testing.assert_close(found, wanted, **OUTPUT[torch.float32])
+
+
 def test_attend_parts_equals_one_attention() -> None:
     o = Operands(0, Shape(length=30, queries=3), torch.float32, "cpu")
     query, key, value = o.query(), o.entries(), o.entries()

@@ -5,6 +5,7 @@ Without a compiler, on another processor or with `KVCORE_NATIVE=0` the callers t
 planes.c         exact integer products with planes whose bytes lie coefficient by coefficient
 lines.c          fp32 products with lines packed by `kvcore.quant.pack`, whose bytes lie token by token
 coordinates.c    fp32 products with tokens kept as a few coordinates, a byte per token and line
+segments.c       sums of runs of neighbours
 
 Legend: n byte rows of a plane, K coefficients, F = 8 / width fields of a byte, R rows; B batch, Hc coefficient heads,
 Hkv KV heads, N tokens.
@@ -55,16 +56,10 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     lines = (pointer, ctypes.c_int, count, count, count, pointer, count)
     library.lines_logits.argtypes = [*lines, pointer, ctypes.c_int]
     library.lines_mix.argtypes = [*lines, count, pointer, ctypes.c_int]
-    library.coordinate_logits.argtypes = [
-        pointer,
-        pointer,
-        *(count,) * 3,
-        pointer,
-        pointer,
-        count,
-        pointer,
-        ctypes.c_int,
-    ]
+    coordinates = (pointer, pointer, count, count, count, pointer, pointer)
+    library.coordinate_logits.argtypes = [*coordinates, count, pointer, count, ctypes.c_int]
+    library.segment_sums.argtypes = [pointer, count, count, count, pointer, count, pointer]
+    library.segment_sums.restype = None
     library.lines_tiles.argtypes = [count]
     library.lines_tiles.restype = count
     return library, "on"
@@ -154,32 +149,48 @@ def packed_mix(weights: Tensor, codes: Tensor, bits: int) -> Tensor:
     return partial.sum(2)
 
 
-def coordinate_logits(rows: Tensor, codes: Tensor, parts: list[tuple[int, int]], offset: Tensor) -> Tensor:
-    """`offset + rows @ coordinates`, fp32 [B, Hkv, P, N], on as many threads as torch uses.
-
-    Args:
-        rows: [B, Hkv, P, m].
-        codes: uint8 [B, Hkv, bytes, N], see `reference_compressed.coordinate_logits`.
-        parts: (coordinates, bits).
-        offset: [B, Hkv, P].
-    """
+def coordinate_logits(
+    query: Tensor, codes: Tensor, parts: list[tuple[int, int]], offset: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """See `dispatch.coordinate_logits`; on as many threads as torch uses."""
     library, reason = _loaded()
     if library is None:
         raise RuntimeError(f"native products are off: {reason}")
     batch, heads, num_bytes, num_tokens = codes.shape
-    wanted = (batch, heads, rows.shape[2], sum(dims for dims, _ in parts))
-    if rows.shape != wanted or num_bytes != sum(dims * bits // 8 for dims, bits in parts) or codes.dtype != torch.uint8:
-        raise ValueError(f"codes {codes.dtype} {tuple(codes.shape)} of {parts} do not fit rows {tuple(rows.shape)}")
-    rows, offset, codes = rows.float().contiguous(), offset.float().contiguous(), codes.contiguous()
-    logits = torch.empty(*rows.shape[:3], num_tokens)
+    fits = query.shape[3] == sum(dims for dims, _ in parts) and num_bytes == sum(d * bits // 8 for d, bits in parts)
+    if not fits or codes.dtype != torch.uint8 or offset.shape != query.shape[:3]:
+        raise ValueError(f"codes {codes.dtype} {tuple(codes.shape)} of {parts} do not fit queries {tuple(query.shape)}")
+    query, offset, codes = query.float().contiguous(), offset.float().contiguous(), codes.contiguous()
+    logits = torch.empty(*query.shape[:3], num_tokens) if out is None else out
+    # one stride leads from line to line: rows of a larger tensor will do
+    stride = logits.stride(2)
+    if logits.shape != (*query.shape[:3], num_tokens) or logits.dtype != torch.float32 or logits.stride(3) != 1:
+        raise ValueError(f"out {logits.dtype} {tuple(logits.shape)} is not fp32 {(*query.shape[:3], num_tokens)}")
+    if logits.stride(1) != stride * query.shape[2] or logits.stride(0) != stride * query.shape[2] * query.shape[1]:
+        raise ValueError(f"lines of out must lie at equal distances; received strides {logits.stride()}")
     table = (ctypes.c_int64 * (2 * len(parts)))(*(number for part in parts for number in part))
     failed = library.coordinate_logits(
-        codes.data_ptr(), table, len(parts), batch * heads, num_tokens, rows.data_ptr(), offset.data_ptr(),
-        rows.shape[2], logits.data_ptr(), torch.get_num_threads(),
+        codes.data_ptr(), table, len(parts), batch * heads, num_tokens, query.data_ptr(), offset.data_ptr(),
+        query.shape[1] // heads * query.shape[2], logits.data_ptr(), stride, torch.get_num_threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError("coordinate_logits: no memory for a tile")
     return logits
+
+
+def segment_sums(values: Tensor, starts: Tensor) -> Tensor:
+    """See `reference.segment_sums`; values are fp32."""
+    library, reason = _loaded()
+    if library is None:
+        raise RuntimeError(f"native sums are off: {reason}")
+    batch, num_entries, segments = values.shape[0], values.shape[-1], starts.shape[1] - 1
+    if values.dtype != torch.float32 or starts.dtype != torch.int64 or starts.shape[0] != batch:
+        raise ValueError(f"{values.dtype} values {tuple(values.shape)} and starts {tuple(starts.shape)} do not fit")
+    values, starts = values.contiguous(), starts.contiguous()
+    sums = torch.empty(*values.shape[:-1], segments)
+    per_batch = sums[0].numel() // segments if segments else 0
+    library.segment_sums(values.data_ptr(), batch, per_batch, num_entries, starts.data_ptr(), segments, sums.data_ptr())
+    return sums
 
 
 def _lines(rows: Tensor, codes: Tensor, bits: int) -> tuple[ctypes.CDLL, int]:

@@ -10,9 +10,9 @@
 typedef struct {
     const uint8_t *codes;
     const float *rows, *offset;  // [streams, num_rows, count], [streams, num_rows]
-    float *out;                  // [streams, num_rows, tokens]
+    float *out;                  // [streams * num_rows, tokens], lines out_stride apart
     const int64_t *parts;        // dims and bits of each part
-    int64_t num_parts, streams, tokens, num_rows;
+    int64_t num_parts, streams, tokens, num_rows, out_stride;
     int64_t count, bytes;  // coordinates and lines of all parts
     _Atomic int64_t next;  // the first item that no thread has taken
     _Atomic int failed;
@@ -51,7 +51,7 @@ static void item(const Job *job, int64_t stream, int64_t start, uint8_t *codes, 
                         job->rows + (stream * job->num_rows + r) * job->count, job->count, sums + r * TOKENS + t,
                         TOKENS);
     for (int64_t r = 0; r < job->num_rows; r++) {
-        float *out = job->out + (stream * job->num_rows + r) * job->tokens + start;
+        float *out = job->out + (stream * job->num_rows + r) * job->out_stride + start;
         for (int64_t t = 0; t < live; t += 16)
             _mm512_mask_storeu_ps(out + t, first_floats(live - t), _mm512_load_ps(sums + r * TOKENS + t));
     }
@@ -70,9 +70,10 @@ static void work(void *argument) {
 
 // out[s, r, t] = offset[s, r] + sum over k of rows[s, r, k] * coordinate(s, k, t)
 int coordinate_logits(const uint8_t *codes, const int64_t *parts, int64_t num_parts, int64_t streams, int64_t tokens,
-                      const float *rows, const float *offset, int64_t num_rows, float *out, int threads) {
+                      const float *rows, const float *offset, int64_t num_rows, float *out, int64_t out_stride,
+                      int threads) {
     Job job = {.codes = codes, .rows = rows, .offset = offset, .out = out, .parts = parts, .num_parts = num_parts};
-    job.streams = streams, job.tokens = tokens, job.num_rows = num_rows;
+    job.streams = streams, job.tokens = tokens, job.num_rows = num_rows, job.out_stride = out_stride;
     for (int64_t part = 0; part < num_parts; part++) {
         job.count += parts[2 * part];
         job.bytes += parts[2 * part] * parts[2 * part + 1] / 8;
