@@ -18,9 +18,9 @@ from kvcore.kernels.triton.decode import empty_state
 from kvcore.kernels.triton.merge import merge_stacked
 from kvcore.quant import bit_planes
 
-# Entries (tokens times channels) of a step that registers hold without spilling; fp32 and codes of several planes take
-# more of them.
-_ENTRIES, _FEW_ENTRIES = 8192, 4096
+# Entries (tokens times channels) of a step that registers hold without spilling; fp32, and each further plane of the
+# codes, halve them.
+_ENTRIES = 8192
 
 
 @triton.jit
@@ -184,8 +184,8 @@ def quantised_attention(
     codes = [x[0] if x[0].stride(-1) == 1 else x[0].contiguous() for x in (key, value)]
     scales = [[side.contiguous() for side in x[1:]] for x in (key, value)]
     channels, planes = common.padded_dim(dim), max(len(bit_planes(bits)) for bits, _ in (key_form, value_form))
-    few = query.dtype == torch.float32 or planes > 1
-    tokens = max(16, min(common.padded_dim(key_form[1]), (_FEW_ENTRIES if few else _ENTRIES) // channels))
+    halvings = planes - 1 + (query.dtype == torch.float32)
+    tokens = max(16, min(common.padded_dim(key_form[1]), (_ENTRIES >> halvings) // channels))
     common.launch(
         quantised_kernel,
         (splits, pairs, triton.cdiv(rows, block)),
@@ -205,7 +205,7 @@ def quantised_attention(
         BLOCK_N=tokens,
         BLOCK_D=channels,
         STEPS=common.padded_dim(key_form[1]) // tokens,
-        num_warps=16 if few and dim > 128 else 8 if few or dim > 64 or key_form[1] > 64 else 4,
+        num_warps=16 if halvings and dim > 128 else 8 if halvings or dim > 64 or key_form[1] > 64 else 4,
         num_stages=1,
     )
     return merge_stacked(outputs, lses, query.dtype)
