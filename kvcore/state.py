@@ -7,7 +7,7 @@ and the byte ledger therefore reach it without method-specific code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -74,15 +74,18 @@ def storage_bytes(states: list[BatchedState], device: torch.device | None) -> tu
     """
     seen: set[int] = set()
     device_total = host_total = 0
-    for tensor, on_host in _located(states, False):
+    found: list[tuple[Tensor, bool]] = []
+    _locate(states, False, found)
+    for tensor, on_host in found:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() == 0:
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in seen or size == 0:
             continue
-        seen.add(storage.data_ptr())
+        seen.add(place)
         if on_host or (device is not None and device.type != "cpu" and tensor.device.type == "cpu"):
-            host_total += storage.nbytes()
+            host_total += size
         else:
-            device_total += storage.nbytes()
+            device_total += size
     return device_total, host_total
 
 
@@ -90,16 +93,25 @@ class HostState(BatchedState):
     """A state that belongs to host memory: counted as host bytes even when the model runs on the CPU."""
 
 
-def _located(value: Any, on_host: bool) -> Iterator[tuple[Tensor, bool]]:
-    if isinstance(value, Tensor):
-        yield value, on_host
-    elif isinstance(value, BatchedState):
-        inside = on_host or isinstance(value, HostState)
-        for name, item in vars(value).items():
-            yield from _located(item, inside or name in value.host_fields)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _located(item, on_host)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _located(item, on_host)
+# what most attributes are: they hold no tensor
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+
+
+def _locate(items: Iterable[Any], on_host: bool, found: list[tuple[Tensor, bool]]) -> None:
+    """Add every tensor among the items, at any depth, and whether it counts as host memory. Runs once a decode step."""
+    for item in items:
+        if type(item) in _PLAIN:
+            continue
+        if isinstance(item, Tensor):
+            found.append((item, on_host))
+        elif isinstance(item, BatchedState):
+            inside, named = on_host or isinstance(item, HostState), item.host_fields
+            if named and not inside:
+                _locate([vars(item).get(name) for name in named], True, found)
+                _locate((value for name, value in vars(item).items() if name not in named), False, found)
+            else:
+                _locate(vars(item).values(), inside, found)
+        elif isinstance(item, dict):
+            _locate(item.values(), on_host, found)
+        elif isinstance(item, list | tuple):
+            _locate(item, on_host, found)

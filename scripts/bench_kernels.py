@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
@@ -100,6 +101,10 @@ class FullCache:
     def stock(self, query: Tensor) -> Tensor:
         """SDPA as transformers calls it."""
         return F.scaled_dot_product_attention(query, self.key, self.value, scale=SCALE, enable_gqa=True)
+
+    def kernel(self, query: Tensor) -> Tensor:
+        """The shared operator over everything."""
+        return decode_attention(query, self.key, self.value, SCALE)[0]
 
     @property
     def nbytes(self) -> int:
@@ -202,7 +207,8 @@ def check(dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(memory.attend(query)[:, : shared.shape[1]], wanted, **tolerance)
     full = FullCache.of(512, dtype, device)
     wanted = reference.decode_attention(query, full.key, full.value, SCALE)[0]
-    torch.testing.assert_close(full.grouped(query), wanted, **tolerance)
+    for form in (full.grouped, full.stock, full.kernel):
+        torch.testing.assert_close(form(query), wanted, **tolerance)
     everything = SpanMemory.of(512, 64, 7, dtype, device)
     factors = [factor.unflatten(0, (1, NUM_KV_HEADS, -1)) for factor in everything.factors]
     lengths = torch.full((1, NUM_KV_HEADS, 7), SPAN, device=device)
@@ -212,7 +218,7 @@ def check(dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(everything.attend(query), wanted, **tolerance)
 
 
-def benchmark(length: int, dtype: torch.dtype, device: str, repeats: int, clock: Clock) -> dict[str, object]:
+def benchmark(length: int, dtype: torch.dtype, device: str, repeats: int, clock: Clock) -> dict[str, Any]:
     """One row: every form at one length and dtype."""
     query = torch.randn(1, NUM_HEADS, 1, DIM, dtype=dtype, device=device)
     full = FullCache.of(length, dtype, device)
@@ -223,6 +229,7 @@ def benchmark(length: int, dtype: torch.dtype, device: str, repeats: int, clock:
     forms: dict[str, Form] = {
         "full": lambda: full.grouped(query),
         "full_stock_sdpa": lambda: full.stock(query),
+        "full_decode_attention": lambda: full.kernel(query),
         "sekv": lambda: spans.attend(query),
         "sekv_fixed_zoom": lambda: fixed.attend(query),
         "freqdepth": lambda: depth.attend(query),
@@ -234,6 +241,19 @@ def benchmark(length: int, dtype: torch.dtype, device: str, repeats: int, clock:
         "freqdepth_compression": full.nbytes / depth.bytes_per_layer,
         "forms": measure(forms, repeats, clock),
     }
+
+
+def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How much longer each form takes at the longest length than at the shortest, per dtype; nothing for one length."""
+    found = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        mine = sorted((row for row in rows if row["dtype"] == dtype), key=lambda row: row["length"])
+        first, last = mine[0], mine[-1]
+        if first is last:
+            continue
+        times = {name: last["forms"][name]["median_ms"] / first["forms"][name]["median_ms"] for name in first["forms"]}
+        found.append({"dtype": dtype, "from": first["length"], "to": last["length"], "times": times})
+    return found
 
 
 def main() -> None:
@@ -256,17 +276,21 @@ def main() -> None:
                 rows.append(row)
                 print(f"{length:7} {name:8} SeKV budget {row['sekv_budget']:.3f}", end=" ")
                 print(f"FreqDepthKV compression {row['freqdepth_compression']:.2f}x")
-                for form, entry in row["forms"].items():  # type: ignore[attr-defined]
+                for form, entry in row["forms"].items():
                     print(
-                        f"    {form:16} {entry['median_ms']:8.2f} ms ({entry['p20_ms']:.2f} to {entry['p80_ms']:.2f}), "
+                        f"    {form:21} {entry['median_ms']:8.2f} ms ({entry['p20_ms']:.2f} to {entry['p80_ms']:.2f}), "
                         f"{entry['times_faster']:.2f} times the speed of full"
                     )
+    for entry in growth(rows):
+        times = ", ".join(f"{form} {ratio:.2f}" for form, ratio in entry["times"].items())
+        print(f"{entry['dtype']}: times the time of {entry['from']} tokens at {entry['to']}: {times}")
     result = {
         "environment": report(),
         "clock": options.clock,
         "load_average": os.getloadavg(),
         "date": time.strftime("%Y-%m-%d"),
         "rows": rows,
+        "growth": growth(rows),
     }
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

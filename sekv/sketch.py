@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcore.kernels import coordinate_logits, group_queries
 from kvcore.state import BatchedState
 from sekv.routing import Summary
 from sekv.summary import sketch_basis
@@ -123,24 +124,16 @@ class Sketch(BatchedState):
         seen = error if query_moment is None else error @ query_moment.float()
         return (seen * error).sum(-1).masked_fill_(~visible[:, None], -1.0)
 
-    def logits(self, routed: Tensor) -> Tensor:
+    def logits(self, routed: Tensor, out: Tensor | None = None) -> Tensor:
         """Estimated logits [B, Hq, Q, N] (fp32) of routed, scaled queries [B, Hq, Q, d]: `routing.token_logits` on
-        the packed codes. Steps are folded into the query, so that the codes are only converted, never rescaled."""
-        batch, num_heads, num_queries, dim = routed.shape
-        codes, synthesis = self.codes.flatten(0, 1), self.synthesis.flatten(0, 1).float()
-        grouped = routed.float().reshape(codes.shape[0], -1, dim)  # [B Hkv, G Q, d]
-        on_basis = grouped @ synthesis.mT
-        offset = torch.baddbmm(
-            grouped @ self.centre.flatten(0, 1).unsqueeze(-1), on_basis, self.low.flatten(0, 1).unsqueeze(-1)
-        )
-        weights = on_basis * self.step.flatten(0, 1).unsqueeze(1)
-        result, first, byte = offset, 0, 0
-        for dims, bits in self.form.parts:
-            width = dims * bits // 8
-            part = weights[..., first : first + dims]
-            result = _add_product(result, part, codes[:, byte : byte + width], bits)
-            first, byte = first + dims, byte + width
-        return result.view(batch, num_heads, num_queries, -1)
+        the packed codes. Steps are folded into the query, so that the codes are only converted, never rescaled. Into
+        `out` where it is given (see `coordinate_logits`)."""
+        grouped = group_queries(routed.float(), self.synthesis.shape[1])
+        on_basis = grouped @ self.synthesis.float().mT  # [B, Hkv, G Q, m]
+        offset = grouped @ self.centre.unsqueeze(-1) + on_basis @ self.low.unsqueeze(-1)
+        weights = on_basis * self.step.unsqueeze(2)
+        shape = routed.shape[:3]
+        return coordinate_logits(weights.view(*shape, -1), self.codes, self.form.parts, offset.view(shape), out)
 
     def coordinates(self) -> Tensor:
         """Decoded coordinates [B, Hkv, N, m] (fp32), for training and checks."""
@@ -169,28 +162,6 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     for piece in rest:
         packed = (packed << bits) | piece
     return packed
-
-
-def _add_product(result: Tensor, weights: Tensor, packed: Tensor, bits: int) -> Tensor:
-    """result + Σ weight · code, without taking the bytes apart.
-
-    A byte of p codes is b_0 = Σ_j c_j 2^(bits · (p - 1 - j)); with b_j the byte without its first j codes,
-    c_j = (b_j - b_(j+1)) / 2^(bits · (p - 1 - j)). So Σ w_j c_j = Σ_j b_j · (w'_j - w'_(j-1)), w'_j = w_j / 2^(...).
-
-    Args:
-        result: [x, Q, N] or [x, Q, 1].
-        weights: [x, Q, m].
-        packed: uint8 [x, m · bits / 8, N].
-    """
-    per_byte = 8 // bits
-    before: Tensor | None = None
-    for index, piece in enumerate(weights.chunk(per_byte, dim=-1)):
-        left = bits * (per_byte - 1 - index)
-        scaled = piece * 2.0**-left
-        low = packed if index == 0 else packed.bitwise_and(2 ** (left + bits) - 1)
-        result = torch.baddbmm(result, scaled if before is None else scaled - before, low.float())
-        before = scaled
-    return result
 
 
 def _ranges(coordinates: Tensor, visible: Tensor, bits: int) -> tuple[Tensor, Tensor]:

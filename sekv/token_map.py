@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
+from kvcore.kernels import segment_sums
 from sekv.attention import softmax_and_unit
 from sekv.maps import HIDDEN, Decision, Map, Shares, StepView, in_turn
 from sekv.sketch import Sketch
@@ -31,13 +32,17 @@ class TokenMap(Map):
 
     def decide(self, view: StepView) -> TokenDecision:
         """Zoom into the tokens whose expected share of the attention mass reaches the threshold."""
-        estimate = self.sketch.logits(view.router.routed_query(view.layer, view.query))
+        width, num_slots = self.sketch.codes.shape[-1], view.slots.shape[-1]
+        tail = width + 1  # behind the estimates and "no token"
+        logits = view.slots.new_empty(*view.slots.shape[:3], tail + num_slots + view.recent.shape[-1])
+        estimate = self.sketch.logits(view.router.routed_query(view.layer, view.query), logits[..., :width])
         if view.ragged:
-            place = torch.arange(estimate.shape[-1], device=estimate.device)
-            estimate = estimate.masked_fill_(place >= self.tokens[:, None, None, None], HIDDEN)
-        none = estimate.new_full((*estimate.shape[:3], 1), HIDDEN)
-        logits = torch.cat([estimate, none, view.slots, view.recent], dim=-1)
-        fill_(logits[..., : estimate.shape[-1] + 1], view.slot_token, HIDDEN)
+            place = torch.arange(width, device=estimate.device)
+            estimate.masked_fill_(place >= self.tokens[:, None, None, None], HIDDEN)
+        logits[..., width] = HIDDEN
+        logits[..., tail : tail + num_slots] = view.slots
+        logits[..., tail + num_slots :] = view.recent
+        fill_(logits[..., :tail], view.slot_token, HIDDEN)
         return TokenDecision(self, view, *softmax_and_unit(logits))
 
     def append(self, block: Block, analysis: Tensor, coarse_values: Tensor) -> None:
@@ -127,10 +132,7 @@ class TokenDecision(Decision):
 
     def _span_masses(self) -> Tensor:
         """Masses [B, Hq, Q, S]; tokens between two spans are in slots for good and add nothing."""
-        batch, num_heads, num_queries = self.masses.shape[:3]
-        starts = self.view.spans.starts[:, None].expand(-1, num_heads * num_queries, -1).flatten(0, 1)
-        masses = torch.segment_reduce(self.masses.flatten(0, 2), "sum", offsets=starts, axis=1, unsafe=True)
-        return masses.view(batch, num_heads, num_queries, -1)
+        return segment_sums(self.masses, self.view.spans.starts)
 
 
 def fill_(entries: Tensor, token: Tensor, value: float) -> None:

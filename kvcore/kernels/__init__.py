@@ -1,7 +1,8 @@
 """Shared attention kernels: one public function each, the path chosen in `dispatch.py` and nowhere else.
 
 reference.py, reference_compressed.py    the specification: plain fp32 torch, same signatures
-torch_path.py, torch_compressed.py       the vectorised path, for CPUs and for anything Triton does not cover
+torch_path.py, torch_compressed.py,
+torch_coordinates.py                     the vectorised path, for CPUs and for anything Triton does not cover
 unpacking.py                             bit planes into numbers, a tile at a time
 operands.py                              shared coefficients, bands
 triton/                                  one Triton kernel per file
@@ -14,12 +15,14 @@ Legend: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, Q query tokens, N e
 
 from kvcore.kernels.backend import backend_report
 from kvcore.kernels.dispatch import (
+    coordinate_logits,
     decode_attention,
     depth_attention,
     gather_attention,
     lowrank_attention,
     merge_states,
     quantised_attention,
+    segment_sums,
     span_scores,
 )
 from kvcore.kernels.operands import Band, Coefficients
@@ -31,6 +34,7 @@ __all__ = [
     "attend_parts",
     "backend_report",
     "causal_bias",
+    "coordinate_logits",
     "decode_attention",
     "depth_attention",
     "gather_attention",
@@ -39,5 +43,6 @@ __all__ = [
     "merge_states",
     "prefill_attention",
     "quantised_attention",
+    "segment_sums",
     "span_scores",
 ]

@@ -52,6 +52,13 @@ def use_triton(query: Tensor) -> bool:
     return reason is None
 
 
+def use_native(*inputs: Tensor) -> bool:
+    """Whether products with packed codes go to C: on CPUs, where it is built, and where no input wants a gradient."""
+    if native.off_reason() is not None or any(x.device.type != "cpu" for x in inputs):
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+
+
 def _call_off_reason(query: Tensor) -> str | None:
     if query.dtype not in TRITON_DTYPES:
         return f"dtype {query.dtype} is none of float16, bfloat16, float32"

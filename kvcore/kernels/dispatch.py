@@ -8,13 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcore.kernels import ops, torch_compressed, torch_path
-from kvcore.kernels.backend import use_triton
+from kvcore.kernels import native, ops, torch_compressed, torch_coordinates, torch_path
+from kvcore.kernels.backend import use_native, use_triton
 from kvcore.kernels.operands import Coefficients, grouped_logits_bias
 from kvcore.kernels.torch_compressed import PackedProducts
 from kvcore.quant import QuantizedTensor, decode_scales
 
-_TRITON_PRODUCTS = PackedProducts(ops.packed_logits, ops.packed_mix)
+_TRITON_PRODUCTS = PackedProducts(
+    ops.packed_logits, lambda weights, codes, bits, dtype: ops.packed_mix(weights.to(dtype), codes, bits)
+)
+_NATIVE_PRODUCTS = PackedProducts(
+    native.packed_logits, lambda weights, codes, bits, dtype: native.packed_mix(weights, codes, bits)
+)
 
 
 def decode_attention(
@@ -89,8 +94,37 @@ def depth_attention(
     query: Tensor, key: Coefficients, value: Coefficients, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over shared depth coefficients. See `reference_compressed.depth_attention`."""
-    products = _TRITON_PRODUCTS if use_triton(query) else None
-    return torch_compressed.depth_attention(query, key, value, scale, bias, products)
+    if use_triton(query):
+        products = _TRITON_PRODUCTS
+    elif use_native(query, key.basis, value.basis):
+        products = _NATIVE_PRODUCTS
+    else:
+        products = torch_compressed.TORCH_PRODUCTS
+    return torch_compressed.depth_attention(query, key, value, scale, products, bias)
+
+
+def coordinate_logits(
+    query: Tensor, codes: Tensor, parts: list[tuple[int, int]], offset: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Estimated logits fp32 [B, Hq, Q, N] of tokens kept as coordinates of 2, 4 or 8 bits.
+
+    See `reference_compressed.coordinate_logits`. They go into `out` where it is given: fp32 lines of a larger tensor.
+    """
+    triton = use_triton(query)
+    if not triton and use_native(query, codes, offset):
+        return native.coordinate_logits(query, codes, parts, offset, out)
+    if triton:
+        dims, bits = [dims for dims, _ in parts], [bits for _, bits in parts]
+        logits = ops.coordinate_logits(query, codes, dims, bits, offset)
+    else:
+        logits = torch_coordinates.coordinate_logits(query, codes, parts, offset)
+    return logits if out is None else out.copy_(logits)
+
+
+def segment_sums(values: Tensor, starts: Tensor) -> Tensor:
+    """Sums fp32 [B, Hq, Q, S] over runs of neighbouring entries. See `reference.segment_sums`."""
+    path = native if use_native(values, starts) else torch_path
+    return path.segment_sums(values, starts)
 
 
 def quantised_attention(

@@ -167,6 +167,19 @@ def _(weights: Tensor, codes: Tensor, bits: int) -> Tensor:
     return weights.new_empty(*weights.shape[:3], codes.shape[2], dtype=torch.float32)
 
 
+@torch.library.custom_op(f"{_NAMESPACE}::coordinate_logits", mutates_args=())
+def coordinate_logits(query: Tensor, codes: Tensor, dims: list[int], bits: list[int], offset: Tensor) -> Tensor:
+    """Parts of `dims` coordinates of `bits` bits. See `reference_compressed.coordinate_logits`."""
+    from kvcore.kernels.triton import coordinates
+
+    return coordinates.coordinate_logits(query, codes, dims, bits, offset)
+
+
+@coordinate_logits.register_fake
+def _(query: Tensor, codes: Tensor, dims: list[int], bits: list[int], offset: Tensor) -> Tensor:
+    return query.new_empty(*query.shape[:3], codes.shape[3], dtype=torch.float32)
+
+
 @torch.library.custom_op(f"{_NAMESPACE}::quantised_attention", mutates_args=())
 def quantised_attention(
     query: Tensor,

@@ -169,3 +169,18 @@ def span_scores(
         second = 0.5 * dot(routing, "bhgqd,bhsrd->bhgqsr", directions).square().sum(-1)
         score = score + (second if curvature is None else second * curvature.float()[:, None, None])
     return coarse + log_length, score + log_length
+
+
+def segment_sums(values: Tensor, starts: Tensor) -> Tensor:
+    """Sums over runs of neighbouring entries: the mass of every span from those of its tokens (sekv.md, section 2).
+
+    Args:
+        values: fp32 [B, Hq, Q, n].
+        starts: int64 [B, S + 1], first entry of each run, and the end of the last; rising, at most n.
+
+    Returns:
+        fp32 [B, Hq, Q, S], 0 for empty runs.
+    """
+    place = torch.arange(values.shape[-1], device=values.device)
+    inside = (place >= starts[:, :-1, None]) & (place < starts[:, 1:, None])  # [B, S, n]
+    return torch.einsum("bhqn,bsn->bhqs", values.float(), inside.float())

@@ -1,7 +1,7 @@
 """The specification of attention over compressed entries: plain fp32 torch that rebuilds keys and values.
 
 Legend: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, Q query tokens, N tokens, M spans, n tokens of the longest
-span, R components, d head dimension.
+span, R components, m coordinates, d head dimension.
 """
 
 from __future__ import annotations
@@ -125,3 +125,26 @@ def quantised_attention(
     keys = torch.cat([keys, window_key.float()], dim=2)
     values = torch.cat([values, window_value.float()], dim=2)
     return decode_attention(query, keys, values, scale, torch.cat(parts, dim=-1))
+
+
+def coordinate_logits(query: Tensor, codes: Tensor, parts: list[tuple[int, int]], offset: Tensor) -> Tensor:
+    """Estimated logits of tokens that are kept as a few coordinates of low precision (sekv.md, section 2).
+
+    Args:
+        query: [B, Hq, Q, m], the query's own coordinates times the scale of the logits and the steps of the codes.
+        codes: uint8 [B, Hkv, bytes, N]. A part of n bytes a token keeps coordinate j in the highest bits of byte j,
+            coordinate n + j in the next ones, and so on; parts follow one another.
+        parts: (coordinates, bits) of every part, bits 2, 4 or 8.
+        offset: [B, Hq, Q], added to the logits of all tokens.
+
+    Returns:
+        fp32 [B, Hq, Q, N].
+    """
+    pieces, byte = [], 0
+    for dims, bits in parts:
+        packed = codes[:, :, byte : byte + dims * bits // 8].int()
+        pieces += [(packed >> shift) & (2**bits - 1) for shift in range(8 - bits, -1, -bits)]
+        byte += dims * bits // 8
+    coordinates = torch.cat(pieces, dim=2).float()  # [B, Hkv, m, N]
+    repeated = coordinates.repeat_interleave(query.shape[1] // codes.shape[1], dim=1)
+    return torch.matmul(query.float(), repeated) + offset.float().unsqueeze(-1)

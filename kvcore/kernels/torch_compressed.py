@@ -63,11 +63,11 @@ class PackedProducts:
 
     Attributes:
         logits: rows [B, Hc, P, R], codes, bits, N -> fp32 [B, Hc, P, N].
-        mix: weights [B, Hc, P, N], codes, bits -> fp32 [B, Hc, P, R].
+        mix: weights [B, Hc, P, N] (fp32), codes, bits, dtype that products may be computed in -> fp32 [B, Hc, P, R].
     """
 
     logits: Callable[[Tensor, Tensor, int, int], Tensor]
-    mix: Callable[[Tensor, Tensor, int], Tensor]
+    mix: Callable[[Tensor, Tensor, int, torch.dtype], Tensor]
 
 
 def depth_attention(
@@ -75,11 +75,10 @@ def depth_attention(
     key: Coefficients,
     value: Coefficients,
     scale: float,
+    products: PackedProducts,
     bias: Tensor | None = None,
-    products: PackedProducts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference_compressed.depth_attention`. The basis is absorbed into the query and the output."""
-    products = products or TORCH_PRODUCTS
     batch, num_heads, num_queries, _ = query.shape
     num_kv_heads = key.basis.shape[1]
     rows = group_queries(query, num_kv_heads) * scale  # [B, Hkv, P, d]
@@ -141,9 +140,9 @@ def band_logits(rows: Tensor, bands: list[Band], products: PackedProducts) -> Te
     return total
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
+def _product_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Codes become fp32 on a CPU: rows and weights stay unrounded, at about the speed of bf16"""
-    return torch.float32 if x.device.type == "cpu" else x.dtype
+    return torch.float32 if x.device.type == "cpu" else dtype
 
 
 def packed_logits(rows: Tensor, codes: Tensor, bits: int, num_tokens: int) -> Tensor:
@@ -159,7 +158,7 @@ def packed_logits(rows: Tensor, codes: Tensor, bits: int, num_tokens: int) -> Te
         fp32 [B, Hc, P, N].
     """
     batch, streams, count, num_coefficients = rows.shape
-    rows = rows.to(_product_dtype(rows))
+    rows = rows.to(_product_dtype(rows, rows.dtype))
     lines, pieces = rows.flatten(0, 1), codes.flatten(0, 1).unflatten(-1, (bits, -1))  # [L, P, R], [L, R, bits, J]
     eighth = pieces.shape[-1]
     logits = torch.empty(batch * streams, count, 8, eighth, dtype=torch.float32, device=rows.device)
@@ -179,26 +178,27 @@ def band_mix(weights: Tensor, bands: list[Band], dtype: torch.dtype, products: P
             part = torch.matmul(weights.to(dtype), band.codes[..., : band.num_tokens].to(dtype).mT).float()
         else:
             check_lines(band)
-            part = products.mix(weights.to(dtype), band.codes, band.bits)
+            part = products.mix(weights, band.codes, band.bits, dtype)
         if band.offset:
             part = part + band.offset * total
         mixed.append(part if band.step is None else part * band.step.float().unsqueeze(2))
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=-1)
 
 
-def packed_mix(weights: Tensor, codes: Tensor, bits: int) -> Tensor:
+def packed_mix(weights: Tensor, codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Weighted sums of the raw codes of packed lines, a tile of tokens at a time.
 
     Args:
         weights: [B, Hc, P, N].
         codes: uint8 [B, Hc, R, bytes].
         bits: 1..8.
+        dtype: that weights are rounded to on a GPU.
 
     Returns:
         fp32 [B, Hc, P, R].
     """
     batch, streams, count, num_tokens = weights.shape
-    weights = weights.to(_product_dtype(weights))
+    weights = weights.to(_product_dtype(weights, dtype))
     pieces = codes.flatten(0, 1).unflatten(-1, (bits, -1))  # [L, R, bits, J]
     num_coefficients, eighth = codes.shape[2], pieces.shape[-1]
     eighths = F.pad(weights.flatten(0, 1), (0, 8 * eighth - num_tokens)).unflatten(-1, (8, eighth))

@@ -13,6 +13,8 @@ from kvcore.kernels.operands import grouped_logits_bias
 
 # Queries per block where a mask has to exist: bounds the mask to 512 x N booleans.
 QUERY_BLOCK = 512
+# Keys of a head from which on they are the left factor of their products where that pays.
+LONG_KEYS = 4096
 
 
 def group_queries(query: Tensor, num_kv_heads: int) -> Tensor:
@@ -31,9 +33,18 @@ def causal_bias(num_queries: int, device: torch.device) -> Tensor | None:
 def _logits(query: Tensor, key: Tensor, scale: float, bias: Tensor | None, group_size: int) -> Tensor:
     """fp32 logits [B, Hkv, G, Q, N] of grouped queries [B, Hkv, G * Q, d]."""
     batch, num_kv_heads, rows, _ = query.shape
-    logits = torch.matmul(query * scale, key.transpose(-1, -2)).float()
+    logits = _products_with_keys(query * scale, key).float()
     logits = logits.view(batch, num_kv_heads, group_size, rows // group_size, key.shape[2])
     return logits if bias is None else logits + bias
+
+
+def _products_with_keys(rows: Tensor, key: Tensor) -> Tensor:
+    """`rows @ keyᵀ` [B, Hkv, P, N]. On CPUs torch copies long keys transposed when there is but one matrix, and in fp32
+    it is twice as fast (32K keys) with the keys as the left factor."""
+    alone = key.shape[0] * key.shape[1] == 1
+    if key.device.type == "cpu" and key.shape[2] >= LONG_KEYS and (alone or key.dtype == torch.float32):
+        return torch.matmul(key, rows.mT).mT.contiguous()
+    return torch.matmul(rows, key.mT)
 
 
 def softmax_weights(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,3 +207,11 @@ def _causal_row(query: Tensor, key: Tensor, value: Tensor, scale: float, window:
             F.scaled_dot_product_attention(block, keys, values, attn_mask=visible, scale=scale, enable_gqa=gqa)
         )
     return torch.cat(blocks, dim=2)
+
+
+def segment_sums(values: Tensor, starts: Tensor) -> Tensor:
+    """See `reference.segment_sums`; on a GPU this is torch's own kernel."""
+    rows = values.flatten(1, -2).shape[1]
+    offsets = starts[:, None].expand(-1, rows, -1).flatten(0, 1)
+    sums = torch.segment_reduce(values.flatten(0, -2), "sum", offsets=offsets, axis=1, unsafe=True)
+    return sums.view(*values.shape[:-1], -1)

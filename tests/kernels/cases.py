@@ -158,6 +158,18 @@ def quantised(bits: int) -> Callable[[Operands], Case]:
     return build
 
 
+def coordinates(parts: list[tuple[int, int]]) -> Callable[[Operands], Case]:
+    def build(o: Operands) -> Case:
+        s = o.shape
+        num_bytes = sum(dims * bits // 8 for dims, bits in parts)
+        codes = o.integers(0, 256, s.batch, s.kv_heads, num_bytes, s.length).to(torch.uint8)
+        heads, dims = s.kv_heads * s.group, sum(dims for dims, _ in parts)
+        query = (o.normal(s.batch, heads, s.queries, dims) * 0.03).to(o.dtype)
+        return (query, codes, parts, o.uniform(s.batch, heads, s.queries)), {}
+
+    return build
+
+
 # name -> (operands, public function, reference)
 OPERATORS: dict[str, tuple[Callable[[Operands], Case], Callable[..., Any], Callable[..., Any]]] = {
     "decode": (decode, dispatch.decode_attention, reference.decode_attention),
@@ -166,6 +178,12 @@ OPERATORS: dict[str, tuple[Callable[[Operands], Case], Callable[..., Any], Calla
     "gather-tokens": (gather_tokens, dispatch.gather_attention, reference.gather_attention),
     "scores-second-order": (scores, dispatch.span_scores, reference.span_scores),
     "scores-first-order": (first_order_scores, dispatch.span_scores, reference.span_scores),
+    "coordinates-4-2": (
+        coordinates([(6, 4), (28, 2)]),
+        dispatch.coordinate_logits,
+        reference_compressed.coordinate_logits,
+    ),
+    "coordinates-8": (coordinates([(37, 8)]), dispatch.coordinate_logits, reference_compressed.coordinate_logits),
     "lowrank": (lowrank, dispatch.lowrank_attention, reference_compressed.lowrank_attention),
     "depth-joint-8-4-3": (depth((8, 4, 3), True), dispatch.depth_attention, reference_compressed.depth_attention),
     "depth-heads-16-2": (depth((16, 2), False), dispatch.depth_attention, reference_compressed.depth_attention),

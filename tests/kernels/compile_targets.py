@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvcore.kernels.triton import common, decode, depth, gather, lowrank, merge, quantised, span_scores
+from kvcore.kernels.triton import common, coordinates, decode, depth, gather, lowrank, merge, quantised, span_scores
 from kvcore.quant import pack, quantize
 
 TYPES = {
@@ -67,8 +67,8 @@ def source(kernel: triton.JITFunction, args: tuple, meta: dict) -> tuple[ASTSour
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes), options
 
 
-def spills(ptx: str, capability: int) -> int:
-    """Bytes of register spills (stores and loads), as ptxas reports them."""
+def assembled(ptx: str, capability: int) -> dict[str, int]:
+    """Registers of a thread and bytes of register spills (stores and loads), as ptxas reports them."""
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     # the assembler that Triton itself takes from Hopper on
     if capability >= 90 and (ptxas.parent / "ptxas-blackwell").exists():
@@ -79,7 +79,10 @@ def spills(ptx: str, capability: int) -> int:
         path.write_text(ptx)
         command = [str(ptxas), "-v", f"--gpu-name={architecture}", str(path), "-o", str(Path(folder) / "kernel.cubin")]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", report).group(1)),
+        "spills": sum(int(count) for count in re.findall(r"(\d+) bytes spill", report)),
+    }
 
 
 def record(dtype: torch.dtype, dim: int, bits: int) -> list[tuple[str, object, tuple, dict]]:
@@ -113,6 +116,8 @@ def record(dtype: torch.dtype, dim: int, bits: int) -> list[tuple[str, object, t
     codes = pack(torch.zeros(1, 1, 192, 1024, dtype=torch.uint8), bits)
     depth.packed_logits(query.new_zeros(1, 1, 32, 192), codes, bits, 1024)
     depth.packed_mix(query.new_zeros(1, 1, 32, 1024), codes, bits)
+    recorder.case = "coordinates"
+    coordinates.coordinate_logits(query[..., :32], codes.new_zeros(1, 8, 10, 2048), [8, 24], [4, 2], query[..., 0])
     return recorder.launches
 
 
@@ -131,7 +136,7 @@ def main(capabilities: list[int], forms: list[tuple[str, int, int]]) -> None:
                 }
                 try:
                     compiled = triton.compile(specialised, target=GPUTarget("cuda", capability, 32), options=options)
-                    row |= {"shared": compiled.metadata.shared, "spills": spills(compiled.asm["ptx"], capability)}
+                    row |= {"shared": compiled.metadata.shared, **assembled(compiled.asm["ptx"], capability)}
                 except Exception as error:
                     row["error"] = f"{type(error).__name__}: {str(error)[-300:]}"
                 print(json.dumps(row), flush=True)

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 # A bounded set: the interpreter takes about a tenth of a second for each program of a launch.
 SELECTED = (
     "triton and (dtypes or empty or masked or merg or (gradients and decode) or random"
-    " or (lengths and 257 and (decode or depth)) or sixteen)"
+    " or (lengths and 257 and (decode or depth)) or sixteen or (head_dimensions and 256))"
 )
 
 

@@ -18,7 +18,7 @@ from kvcore.kernels.backend import interpreted
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 257, 1000, 8193]
 INTERPRETED_LENGTHS = (1, 17, 65, 257)
-LOGIT_OPERATORS = ("scores-second-order", "scores-first-order")
+LOGIT_OPERATORS = ("scores-second-order", "scores-first-order", "coordinates-4-2", "coordinates-8")
 
 
 def check(name: str, shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> None:
@@ -27,6 +27,8 @@ def check(name: str, shape: Shape, dtype: torch.dtype, device: str, seed: int = 
     found = public(*args, **options)
     expected = specification(*args, **options)
     tables = (LOGITS, LOGITS) if name in LOGIT_OPERATORS else (OUTPUT, LOGITS)
+    if isinstance(found, torch.Tensor):
+        found, expected, tables = (found,), (expected,), tables[:1]
     for actual, wanted, table in zip(found, expected, tables, strict=True):
         torch.testing.assert_close(actual, wanted, **table[dtype])
 
@@ -156,6 +158,14 @@ def test_merge_gradient(path: str, device: str) -> None:
         torch.testing.assert_close(actual, wanted, **GRADIENT[torch.float32])
 
 
+@pytest.mark.parametrize("length", [1, 64, 1000])
+def test_segment_sums(length: int, path: str, device: str) -> None:
+    o = Operands(0, Shape(), torch.float32, device)
+    values, starts = o.normal(2, 3, 2, length), o.integers(0, length + 1, 2, 40).sort(dim=1).values
+    found, wanted = dispatch.segment_sums(values, starts), reference.segment_sums(values, starts)
+    torch.testing.assert_close(found, wanted, **OUTPUT[torch.float32])
+
+
 def test_attend_parts_equals_one_attention() -> None:
     o = Operands(0, Shape(length=30, queries=3), torch.float32, "cpu")
     query, key, value = o.query(), o.entries(), o.entries()
@@ -194,9 +204,14 @@ def test_tiles_of_packed_lines_join(monkeypatch: pytest.MonkeyPatch) -> None:
     o = Operands(0, Shape(length=1000), torch.float32, "cpu")
     codes = o.integers(0, 256, 1, 2, 5, 3 * 128).to(torch.uint8)  # 3 bits, 1024 tokens
     rows, weights = o.normal(1, 2, 4, 5), o.normal(1, 2, 4, 1000)
-    whole = torch_compressed.packed_logits(rows, codes, 3, 1000), torch_compressed.packed_mix(weights, codes, 3)
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = torch_compressed.packed_logits(rows, codes, 3, 1000)
+        return logits, torch_compressed.packed_mix(weights, codes, 3, torch.float32)
+
+    whole = both()
     monkeypatch.setattr(unpacking, "TILE_CODES", 700)
-    tiled = torch_compressed.packed_logits(rows, codes, 3, 1000), torch_compressed.packed_mix(weights, codes, 3)
+    tiled = both()
     for actual, wanted in zip(tiled, whole, strict=True):
         torch.testing.assert_close(actual, wanted, **GRADIENT[torch.float32])
 

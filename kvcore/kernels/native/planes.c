@@ -11,6 +11,7 @@
 
 #define MOST_ROWS 12   // rows whose sums (of two vectors of codes) are held in registers at once
 #define TOKENS 256     // byte rows that are interleaved at a time by plane_mix
+#define AHEAD 64       // byte rows from the one in hand to the one that is fetched into the cache
 
 // Whether this processor has what the products need.
 int plane_supported(void) {
@@ -35,7 +36,7 @@ static inline int32_t four_bytes(const int8_t *from, int64_t count) {
 #define ACCUMULATE(ROWS)                                                                          \
     case ROWS: {                                                                                  \
         __m512i sum[ROWS], other[ROWS];                                                           \
-        for (int r = 0; r < ROWS; r++) {                                                          \
+        _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; r++) {                                 \
             sum[r] = _mm512_loadu_si512(sums + 16 * r);                                           \
             other[r] = _mm512_loadu_si512(other_sums + 16 * r);                                   \
         }                                                                                         \
@@ -50,7 +51,7 @@ static inline int32_t four_bytes(const int8_t *from, int64_t count) {
                 other[r] = _mm512_dpbusd_epi32(other[r], code2, word);                            \
             }                                                                                     \
         }                                                                                         \
-        for (int r = 0; r < ROWS; r++) {                                                          \
+        _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; r++) {                                 \
             _mm512_storeu_si512(sums + 16 * r, sum[r]);                                           \
             _mm512_storeu_si512(other_sums + 16 * r, other[r]);                                   \
         }                                                                                         \
@@ -122,9 +123,11 @@ int plane_logits(const uint8_t *packed, int64_t n, int64_t count, int width, con
         for (int64_t part = 0; part < wide; part++) {
             __m512i x[16];
             const __mmask64 inside = first_bytes(count - 64 * part);
-            for (int i = 0; i < 16; i++)
-                x[i] = i < live ? _mm512_maskz_loadu_epi8(inside, packed + (first + i) * count + 64 * part)
-                                : _mm512_setzero_si512();
+            for (int i = 0; i < 16; i++) {
+                const uint8_t *row = packed + (first + i) * count + 64 * part;
+                x[i] = i < live ? _mm512_maskz_loadu_epi8(inside, row) : _mm512_setzero_si512();
+                _mm_prefetch(row + AHEAD * count, _MM_HINT_T0);
+            }
             transpose(x);
             for (int i = 0; i < 16; i++) _mm512_store_si512(tile + (part * 16 + i) * 64, x[i]);
         }
@@ -137,7 +140,10 @@ int plane_logits(const uint8_t *packed, int64_t n, int64_t count, int width, con
                 for (int64_t r = 0; r < last; r++)
                     for (int64_t next = 0; next < 2; next++) {
                         int32_t *to = out + (block * size + r) * out_stride + (field + next) * n + first;
-                        for (int64_t i = 0; i < live; i++) to[i] += sums[next][16 * r + i];
+                        const __mmask16 there = (__mmask16)((1 << live) - 1);
+                        const __m512i more = _mm512_loadu_si512(sums[next] + 16 * r);
+                        const __m512i sum = _mm512_add_epi32(_mm512_maskz_loadu_epi32(there, to), more);
+                        _mm512_mask_storeu_epi32(to, there, sum);
                     }
             }
     }
@@ -151,28 +157,31 @@ int plane_mix(const uint8_t *packed, int64_t n, int64_t count, int width, const 
     const int64_t fours = (n + 3) / 4, wide = (count + 63) / 64, fields = 8 / width;
     const int size = block_rows(rows);
     const int64_t blocks = (rows + size - 1) / size;
-    int32_t *words = calloc((size_t)(blocks * fields * fours * size), 4);
+    int32_t *words = calloc((size_t)(blocks * fields * (TOKENS / 4) * size), 4);  // of a tile; 0 where no row is
     int32_t *sums = calloc((size_t)(wide * 4 * blocks * size), 64);
     uint8_t *tile = aligned_alloc(64, TOKENS / 4 * 4 * 64);
     if (!words || !sums || !tile) {
         free(words), free(sums), free(tile);
         return 1;
     }
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t field = 0; field < fields; field++)
-            for (int64_t four = 0; four < fours; four++)
-                words[((r / size * fields + field) * fours + four) * size + r % size] =
-                    four_bytes(digits + r * stride + field * n + 4 * four, n - 4 * four);
     for (int64_t first = 0; first < fours; first += TOKENS / 4) {
         const int64_t steps = fours - first < TOKENS / 4 ? fours - first : TOKENS / 4;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t field = 0; field < fields; field++) {
+                int32_t *to = words + (r / size * fields + field) * (TOKENS / 4) * size + r % size;
+                const int8_t *from = digits + r * stride + field * n + 4 * first;
+                for (int64_t step = 0; step < steps; step++)
+                    to[step * size] = four_bytes(from + 4 * step, n - 4 * (first + step));
+            }
         for (int64_t part = 0; part < wide; part++) {
             const __mmask64 inside = first_bytes(count - 64 * part);
             for (int64_t step = 0; step < steps; step++) {
                 __m512i x[4];
                 for (int i = 0; i < 4; i++) {
                     const int64_t row = 4 * (first + step) + i;
-                    x[i] = row < n ? _mm512_maskz_loadu_epi8(inside, packed + row * count + 64 * part)
-                                   : _mm512_setzero_si512();
+                    const uint8_t *from = packed + row * count + 64 * part;
+                    x[i] = row < n ? _mm512_maskz_loadu_epi8(inside, from) : _mm512_setzero_si512();
+                    _mm_prefetch(from + AHEAD * count, _MM_HINT_T0);
                 }
                 const __m512i low = _mm512_unpacklo_epi8(x[0], x[1]), high = _mm512_unpackhi_epi8(x[0], x[1]);
                 const __m512i low2 = _mm512_unpacklo_epi8(x[2], x[3]), high2 = _mm512_unpackhi_epi8(x[2], x[3]);
@@ -188,7 +197,7 @@ int plane_mix(const uint8_t *packed, int64_t n, int64_t count, int width, const 
                     for (int64_t field = 0; field < fields; field++)
                         accumulate(size, tile + 64 * quarter, tile + 64 * (quarter + 1), 256, steps,
                                    (int)field * width, (int)field * width, width,
-                                   words + ((block * fields + field) * fours + first) * size, mine,
+                                   words + (block * fields + field) * (TOKENS / 4) * size, mine,
                                    mine + blocks * size * 16);
                 }
         }

@@ -68,9 +68,15 @@ def num_splits(device: torch.device, programs: int, steps: int) -> int:
 
 def attention_configs(device: torch.device, programs: int, entries: int, dim: int, itemsize: int) -> list[Config]:
     """Launches worth trying for attention over `entries`; the first is the choice where nothing is measured."""
-    wide = dim * itemsize > 256
+    row_bytes = dim * itemsize
+    if row_bytes > 512:  # fp32 with d 256: four warps spill registers
+        tried = (32, 8, 2), (16, 4, 2), (64, 8, 2)
+    elif row_bytes > 256:
+        tried = (32, 4, 2), (64, 4, 2), (64, 8, 2)
+    else:
+        tried = (64, 4, 2), (128, 4, 2), (64, 4, 3)
     configs = []
-    for block, warps, stages in ((32, 4, 2), (64, 4, 2), (64, 8, 2)) if wide else ((64, 4, 2), (128, 4, 2), (64, 4, 3)):
+    for block, warps, stages in tried:
         splits = num_splits(device, programs, triton.cdiv(entries, block))
         configs.append(Config(block, splits, warps, stages))
     return configs

@@ -181,7 +181,7 @@ def packed_mix(weights: Tensor, codes: Tensor, bits: int) -> Tensor:
         BLOCK_P=block,
         BLOCK_R=_BLOCK_R,
         BLOCK_J=_BLOCK_J,
-        num_warps=4,
+        num_warps=8 if weights.dtype == torch.float32 else 4,
         num_stages=2,
     )
     return mixed.sum(0)

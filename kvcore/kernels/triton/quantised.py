@@ -16,6 +16,11 @@ from kvcore.kernels.triton import common
 from kvcore.kernels.triton.common import softmax_step, store_state
 from kvcore.kernels.triton.decode import empty_state
 from kvcore.kernels.triton.merge import merge_stacked
+from kvcore.quant import bit_planes
+
+# Entries (tokens times channels) of a step that registers hold without spilling; fp32, and each further plane of the
+# codes, halve them.
+_ENTRIES = 8192
 
 
 @triton.jit
@@ -89,12 +94,13 @@ def quantised_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    """The rows of one KV head over a run of key groups; one step reads one group, so its scales are one per channel."""
+    """The rows of one KV head over a run of key groups, each in a few steps: scales are one per channel and group."""
     i_split, i_pair, i_block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_batch, i_head = i_pair // num_kv_heads, i_pair % num_kv_heads
     o_row = i_block * BLOCK_P + tl.arange(0, BLOCK_P)
-    o_d, o_t = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
     b_live, b_channel = o_row < num_rows, o_d < DIM
     p_q = p_query + (i_pair * num_rows + o_row)[:, None] * DIM + o_d[None, :]
     b_query = tl.load(p_q, mask=b_live[:, None] & b_channel[None, :], other=0.0)
@@ -110,8 +116,9 @@ def quantised_kernel(
     b_sum = tl.zeros([BLOCK_P], tl.float32)
     b_out = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     start = i_split * split_size
-    for i_group in range(start, tl.minimum(start + split_size, num_groups)):
-        i_wide = i_pair * 0 + i_group  # 64 bits
+    for i_step in range(start * STEPS, tl.minimum(start + split_size, num_groups) * STEPS):
+        o_t = (i_step % STEPS) * BLOCK_N + tl.arange(0, BLOCK_N)
+        i_wide = i_pair * 0 + i_step // STEPS  # 64 bits
         o_n = i_wide * KEY_GROUP + o_t
         b_seen = (o_t < KEY_GROUP) & (o_n < num_tokens)
         b_mask_k = b_channel[:, None] & (o_t[None, :] < KEY_GROUP)
@@ -176,6 +183,9 @@ def quantised_attention(
     # bytes of a group and scales of a line are neighbours; everything else is strided
     codes = [x[0] if x[0].stride(-1) == 1 else x[0].contiguous() for x in (key, value)]
     scales = [[side.contiguous() for side in x[1:]] for x in (key, value)]
+    channels, planes = common.padded_dim(dim), max(len(bit_planes(bits)) for bits, _ in (key_form, value_form))
+    halvings = planes - 1 + (query.dtype == torch.float32)
+    tokens = max(16, min(common.padded_dim(key_form[1]), (_ENTRIES >> halvings) // channels))
     common.launch(
         quantised_kernel,
         (splits, pairs, triton.cdiv(rows, block)),
@@ -192,9 +202,10 @@ def quantised_attention(
         VALUE_GROUP=value_form[1],
         HAS_BIAS=bias is not None,
         BLOCK_P=block,
-        BLOCK_N=common.padded_dim(key_form[1]),
-        BLOCK_D=common.padded_dim(dim),
-        num_warps=8 if dim > 64 or key_form[1] > 64 else 4,
+        BLOCK_N=tokens,
+        BLOCK_D=channels,
+        STEPS=common.padded_dim(key_form[1]) // tokens,
+        num_warps=16 if halvings and dim > 128 else 8 if halvings or dim > 64 or key_form[1] > 64 else 4,
         num_stages=1,
     )
     return merge_stacked(outputs, lses, query.dtype)

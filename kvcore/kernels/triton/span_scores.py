@@ -15,6 +15,8 @@ from torch import Tensor
 from kvcore.kernels.triton import common
 
 _BLOCK_SPANS = 32
+# channels of one step: fp32 products are no matter of tensor cores, and wide ones spill registers
+_FP32_CHANNELS = 32
 
 
 @triton.jit
@@ -60,31 +62,42 @@ def span_scores_kernel(
     i_batch, i_head = i_pair // num_kv_heads, i_pair % num_kv_heads
     o_row = i_block * BLOCK_P + tl.arange(0, BLOCK_P)
     o_s = (i_tile * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64)
-    o_d = tl.arange(0, BLOCK_D)
     b_live, b_seen = o_row < num_rows, o_s < num_spans
     b_shown = b_live[:, None] & b_seen[None, :]
-    o_q = (i_pair * num_rows + o_row)[:, None] * DIM + o_d[None, :]
-    b_query_mask = b_live[:, None] & (o_d[None, :] < DIM)
-    b_query = tl.load(p_query + o_q, mask=b_query_mask, other=0.0)
-    b_routing = tl.load(p_routing + o_q, mask=b_query_mask, other=0.0)
-    b_key_mask = b_seen[None, :] & (o_d[:, None] < DIM)
-    p_m = p_mean + i_batch * s_mb + i_head * s_mh + o_s[None, :] * s_ms + o_d[:, None] * s_md
-    b_mean = tl.load(p_m, mask=b_key_mask, other=0.0).to(b_query.dtype)
+    o_q = (i_pair * num_rows + o_row)[:, None] * DIM
+    p_m = p_mean + i_batch * s_mb + i_head * s_mh + o_s[None, :] * s_ms
     b_length = tl.load(p_length + i_batch * s_lb + o_s * s_ls, mask=b_seen, other=0.0).to(tl.float32)
     b_log = tl.where(b_length > 0, tl.log(tl.where(b_length > 0, b_length, 1.0)), float("-inf"))
 
-    b_coarse = tl.dot(b_query, b_mean, input_precision="ieee") * scale
-    b_score = tl.dot(b_routing, b_mean, input_precision="ieee") * scale
+    b_coarse = tl.zeros([BLOCK_P, BLOCK_S], tl.float32)
+    b_score = tl.zeros([BLOCK_P, BLOCK_S], tl.float32)
+    for first in range(0, DIM, BLOCK_D):
+        o_d = first + tl.arange(0, BLOCK_D)
+        b_query_mask, b_key_mask = b_live[:, None] & (o_d[None, :] < DIM), b_seen[None, :] & (o_d[:, None] < DIM)
+        b_query = tl.load(p_query + o_q + o_d[None, :], mask=b_query_mask, other=0.0)
+        b_routing = tl.load(p_routing + o_q + o_d[None, :], mask=b_query_mask, other=0.0)
+        b_mean = tl.load(p_m + o_d[:, None] * s_md, mask=b_key_mask, other=0.0).to(b_query.dtype)
+        b_coarse += tl.dot(b_query, b_mean, input_precision="ieee") * scale
+        b_score += tl.dot(b_routing, b_mean, input_precision="ieee") * scale
     o_qhead = i_head * (num_rows // num_queries) + (o_row // num_queries)
     if HAS_GAIN:
         p_g = p_gain + i_batch * s_gb + o_qhead[:, None] * s_gh + o_s[None, :] * s_gs
         b_score *= tl.load(p_g, mask=b_shown, other=0.0).to(tl.float32)
     if NUM_DIRECTIONS > 0:
         b_second = tl.zeros([BLOCK_P, BLOCK_S], tl.float32)
-        p_d = p_direction + i_batch * s_db + i_head * s_dh + o_s[None, :] * s_ds + o_d[:, None] * s_dd
+        p_d = p_direction + i_batch * s_db + i_head * s_dh + o_s[None, :] * s_ds
         for i_direction in range(NUM_DIRECTIONS):
-            b_direction = tl.load(p_d + i_direction * s_dr, mask=b_key_mask, other=0.0).to(b_query.dtype)
-            b_along = tl.dot(b_routing, b_direction, input_precision="ieee") * scale
+            b_along = tl.zeros([BLOCK_P, BLOCK_S], tl.float32)
+            for first in range(0, DIM, BLOCK_D):
+                o_d = first + tl.arange(0, BLOCK_D)
+                b_query_mask, b_key_mask = (
+                    b_live[:, None] & (o_d[None, :] < DIM),
+                    b_seen[None, :] & (o_d[:, None] < DIM),
+                )
+                b_routing = tl.load(p_routing + o_q + o_d[None, :], mask=b_query_mask, other=0.0)
+                p_dd = p_d + i_direction * s_dr + o_d[:, None] * s_dd
+                b_direction = tl.load(p_dd, mask=b_key_mask, other=0.0).to(b_routing.dtype)
+                b_along += tl.dot(b_routing, b_direction, input_precision="ieee") * scale
             b_second += b_along * b_along
         if HAS_CURVATURE:
             b_second *= tl.load(p_curvature + o_qhead, mask=b_live, other=0.0).to(tl.float32)[:, None]
@@ -134,7 +147,7 @@ def span_scores(
         HAS_CURVATURE=curvature is not None,
         BLOCK_P=block,
         BLOCK_S=_BLOCK_SPANS,
-        BLOCK_D=common.padded_dim(dim),
+        BLOCK_D=min(common.padded_dim(dim), _FP32_CHANNELS) if query.dtype == torch.float32 else common.padded_dim(dim),
         num_warps=4,
     )
     return coarse, score
