@@ -8,6 +8,7 @@ Everything is computed in fp32, whatever the dtype of the cache.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def gram_matrix(x: Tensor) -> Tensor:
     size, turned = x.shape[-1], x.mT
     gram = x.new_empty(x.shape[0], size, size)
     borders = [size * strip // _GRAM_STRIPS for strip in range(_GRAM_STRIPS + 1)]
-    for first, last in zip(borders, borders[1:], strict=False):
+    for first, last in pairwise(borders):
         gram[:, first:last, first:] = turned[:, first:last] @ x[..., first:]
         gram[:, last:, first:last] = gram[:, first:last, last:].mT
     return gram
