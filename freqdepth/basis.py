@@ -172,8 +172,11 @@ def fitted(features: Tensor, basis: Tensor, refine: bool = False) -> tuple[Tenso
     """Least squares on a nearly orthonormal basis [S, R, D]: coefficients [S, M, R] of features [S, M, D], and the
     squared length [S, M] that they explain.
 
-    `refine` solves once more for what fp32 and the stabiliser of the first solution left.
+    `refine` solves in double precision, and once more for what the stabiliser of the first solution left.
     """
+    dtype = features.dtype
+    if refine:
+        features, basis = features.double(), basis.double()
     inner = torch.matmul(basis, basis.mT)
     inner.diagonal(dim1=-2, dim2=-1).mul_(1 + 1e-6)
     projected = torch.matmul(features, basis.mT)
@@ -182,7 +185,7 @@ def fitted(features: Tensor, basis: Tensor, refine: bool = False) -> tuple[Tenso
     if refine:
         left = torch.matmul(features - torch.matmul(found, basis), basis.mT)
         found = found + torch.cholesky_solve(left.mT, factor).mT
-    return found, (found * projected).sum(-1)
+    return found.to(dtype), (found * projected).sum(-1).to(dtype)
 
 
 def fitted_few(features: Tensor, basis: Tensor) -> Tensor:

@@ -72,16 +72,15 @@ class LayerBlock(BatchedState):
     def _build_row(self, prompts: list[LayerPrompt], index: int) -> RowBlock:
         pairs = [prompt.row(index) for prompt in prompts]
         num_tokens = pairs[0][0].shape[1]
-        policy = window_policy(self.options, self.budget, num_tokens)
+        policy = window_policy(self.options, self.budget, num_tokens, self.spec.dtype)
         sinks, last = policy.num_sinks, num_tokens - policy.window
         if policy.limit is not None:
             sinks = last = min(policy.num_sinks, policy.limit // 2)
             last = max(num_tokens - (policy.limit - sinks), sinks)
-        dtype = self.spec.dtype
-        windows = [
-            [torch.cat([x[:, :sinks], x[:, last:]], dim=1).to(dtype) for x in side] for side in zip(*pairs, strict=True)
-        ]
-        row = RowBlock(windows[0], windows[1], policy)
+        windows = [[torch.cat([x[:, :sinks], x[:, last:]], dim=1) for x in side] for side in zip(*pairs, strict=True)]
+        # a prompt that is nothing but its window stays as it is
+        dtype = self.options.window_dtype(self.spec.dtype) if policy.limit is None else self.spec.dtype
+        row = RowBlock(windows[0], windows[1], policy, dtype)
         row.next_position = last
         if policy.limit is None:
             self._fill_middle(row, pairs, sinks, last, index)
@@ -121,8 +120,8 @@ class LayerBlock(BatchedState):
         return self.spec.full_bytes(tokens) * len(self.members) / self.spec.num_layers
 
     def _window_bytes(self, policy: WindowPolicy) -> int:
-        tokens = policy.num_sinks + policy.window + policy.fold - 1
-        return tokens * len(self.members) * self.spec.num_kv_heads * self.spec.entry_bytes
+        lines = len(self.members) * self.spec.num_kv_heads
+        return lines * window_entry_bytes(self.options, self.spec, policy.num_sinks + policy.window + policy.fold - 1)
 
     def _middle_share(self, tokens: int) -> float:
         """Share of the middle's bytes to use now: a budget in tokens stays the same while the text grows."""
@@ -142,11 +141,19 @@ class LayerBlock(BatchedState):
                 pass
 
 
-def window_policy(options: FreqDepth, budget: Budget, tokens: int) -> WindowPolicy:
-    """The exact tokens of a row of `tokens` prompt tokens: fewer on short prompts, where they would eat the budget."""
+def window_entry_bytes(options: FreqDepth, spec: ModelSpec, tokens: int) -> int:
+    """Bytes that the window takes for `tokens` tokens of one layer and KV head, the scales of 8-bit floats included."""
+    stored = options.window_dtype(spec.dtype)
+    scales = 0 if stored == spec.dtype else 2 * torch.float32.itemsize
+    return tokens * spec.entry_bytes * stored.itemsize // spec.dtype.itemsize + scales
+
+
+def window_policy(options: FreqDepth, budget: Budget, tokens: int, dtype: torch.dtype) -> WindowPolicy:
+    """The near tokens of a row of `tokens` prompt tokens of `dtype`: fewer on short prompts, where they would eat the
+    budget."""
     worth = budget.share(tokens) * tokens
     policy = WindowPolicy(options.num_sinks, options.window, options.fold)
-    affordable = int(_WINDOW_SHARE * worth)
+    affordable = int(_WINDOW_SHARE * worth * dtype.itemsize / options.window_dtype(dtype).itemsize)
     if policy.num_sinks + policy.window + policy.fold > affordable:
         sinks = min(options.num_sinks, affordable // 4)
         policy = WindowPolicy(sinks, max(1, min(options.window, affordable - sinks - 8)), 8)

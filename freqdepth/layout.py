@@ -16,6 +16,7 @@ from torch import Tensor
 
 from freqdepth.residual import ResidualStore
 from freqdepth.shared import SharedSide
+from freqdepth.window import FLOAT8, restored, rounded, window_scale
 from kvcore.kernels import causal_bias
 from kvcore.rope import shift_positions
 from kvcore.state import BatchedState
@@ -74,12 +75,21 @@ class RowBlock(BatchedState):
         keys, values: the shared form; None when no head has it, or when shared heads drop the middle (basis=none).
         exact_keys, exact_values: per layer [Hex, M, d].
         residual_keys, residual_values: corrections, or None.
-        window_keys, window_values: per layer [H, W, d], sinks first.
+        window_keys, window_values: per layer [H, W, d], sinks first, in the model's dtype or as 8-bit floats.
+        key_scale, value_scale: per layer [H, 1, 1], what 8-bit floats are multiplied by, or None.
         positions: int32 [S or 1, M] of the middle tokens when keys are stored before RoPE, else None.
     """
 
-    def __init__(self, window_keys: list[Tensor], window_values: list[Tensor], policy: WindowPolicy) -> None:
-        self.window_keys, self.window_values, self.policy = window_keys, window_values, policy
+    def __init__(
+        self, window_keys: list[Tensor], window_values: list[Tensor], policy: WindowPolicy, dtype: torch.dtype
+    ) -> None:
+        """`window_keys`, `window_values`: per layer [H, W, d], any dtype; they are stored in `dtype`."""
+        self.policy, self.window_dtype = policy, dtype
+        self.key_scale, self.value_scale = (
+            [window_scale(x) if dtype == FLOAT8 else None for x in side] for side in (window_keys, window_values)
+        )
+        self.window_keys = self._rounded(window_keys, self.key_scale)
+        self.window_values = self._rounded(window_values, self.value_scale)
         self.shared_heads: list[int] = []
         self.exact_heads: list[int] = []
         self.keys: SharedSide | None = None
@@ -93,6 +103,9 @@ class RowBlock(BatchedState):
         self.next_position = 0
         self.joint = False
         self.report = BlockReport([])
+
+    def _rounded(self, window: list[Tensor], scales: list[Tensor | None]) -> list[Tensor]:
+        return [rounded(x, self.window_dtype, scale) for x, scale in zip(window, scales, strict=True)]
 
     @property
     def num_middle(self) -> int:
@@ -119,8 +132,9 @@ class RowBlock(BatchedState):
             [Hq, Q, d].
         """
         num_heads, num_queries = key.shape[0], key.shape[1]
-        window_keys = torch.cat([self.window_keys[layer].to(key.dtype), key], dim=1)
-        window_values = torch.cat([self.window_values[layer].to(value.dtype), value], dim=1)
+        key_scale, value_scale = self.key_scale[layer], self.value_scale[layer]
+        window_keys = torch.cat([restored(self.window_keys[layer], key.dtype, key_scale), key], dim=1)
+        window_values = torch.cat([restored(self.window_values[layer], value.dtype, value_scale), value], dim=1)
         rows = (query * scale).unflatten(0, (num_heads, -1)).flatten(1, 2).float()  # [H, G * Q, d]
         logits = torch.matmul(rows, window_keys.mT.float())
         near = logits.shape[-1]
@@ -133,8 +147,9 @@ class RowBlock(BatchedState):
         output = torch.matmul(weights[..., -near:].to(value.dtype), window_values)
         if self.num_middle:
             output = output + self._middle_output(layer, weights[..., :-near]).to(value.dtype)
-        self.window_keys[layer] = window_keys.to(self.window_keys[layer].dtype)
-        self.window_values[layer] = window_values.to(self.window_values[layer].dtype)
+        new_key, new_value = rounded(key, self.window_dtype, key_scale), rounded(value, self.window_dtype, value_scale)
+        self.window_keys[layer] = torch.cat([self.window_keys[layer], new_key], dim=1)
+        self.window_values[layer] = torch.cat([self.window_values[layer], new_value], dim=1)
         return output.unflatten(1, (-1, num_queries)).flatten(0, 1)
 
     def _streams(self, x: Tensor) -> Tensor:
@@ -185,12 +200,19 @@ class RowBlock(BatchedState):
         tiles = (self.window_keys[0].shape[1] - policy.num_sinks - policy.window) // policy.fold
         if tiles > 0:  # a long step's tokens are projected together
             first, last = policy.num_sinks, policy.num_sinks + tiles * policy.fold
-            old_keys = torch.stack([keys[:, first:last] for keys in self.window_keys])
-            old_values = torch.stack([values[:, first:last] for values in self.window_values])
-            self._append(old_keys, old_values)
+            self._append(
+                self._window_tokens(self.window_keys, self.key_scale, first, last),
+                self._window_tokens(self.window_values, self.value_scale, first, last),
+            )
             for window in (self.window_keys, self.window_values):
                 for layer, tensor in enumerate(window):
                     window[layer] = torch.cat([tensor[:, :first], tensor[:, last:]], dim=1)
+
+    def _window_tokens(self, window: list[Tensor], scales: list[Tensor | None], first: int, last: int) -> Tensor:
+        """Tokens of all layers [J, H, F, d], in fp32 where they are stored as 8-bit floats."""
+        dtype = torch.float32 if self.window_dtype == FLOAT8 else self.window_dtype
+        parts = zip(window, scales, strict=True)
+        return torch.stack([restored(x[:, first:last], dtype, scale) for x, scale in parts])
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         """Fold tokens [J, H, F, d] into the middle."""
@@ -203,8 +225,12 @@ class RowBlock(BatchedState):
             self.positions = torch.cat([self.positions, new.expand(self.positions.shape[0], -1)], dim=1)
         self.next_position += keys.shape[2]
         for layer in range(len(self.exact_keys)):
-            self.exact_keys[layer] = torch.cat([self.exact_keys[layer], exact_keys[layer, self.exact_heads]], dim=1)
-            self.exact_values[layer] = torch.cat([self.exact_values[layer], values[layer, self.exact_heads]], dim=1)
+            self.exact_keys[layer] = torch.cat(
+                [self.exact_keys[layer], exact_keys[layer, self.exact_heads].to(self.exact_keys[layer].dtype)], dim=1
+            )
+            self.exact_values[layer] = torch.cat(
+                [self.exact_values[layer], values[layer, self.exact_heads].to(self.exact_values[layer].dtype)], dim=1
+            )
         if self.keys is not None and self.values is not None:
             dim = 1 if self.joint else 2
             errors = [

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
+
 from freqdepth.cache import FreqDepthCache, FreqDepthLayer, LayerBlock
 from freqdepth.codes import UNQUANTIZED
 from freqdepth.probe import ProbePlan, Weighting
+from freqdepth.window import FLOAT8
 from kvcore.budget import Budget, ModelSpec, UnreachableBudgetError
 from kvcore.cache import CompressedCache
 from kvcore.exact import ExactLayer
@@ -48,13 +51,15 @@ class FreqDepth(Method):
         probe_queries: queries of the probe per layer: half recent, a quarter document boundaries, a quarter (or what
             boundaries leave) rows of high entropy.
         probe_weighting: `uniform` is eq. 2's mean squared logit error; `attention` weighs it by what it does to the
-            output.
+            output of the probe's rows; `mixed` lies between the two, and corrects the tokens that are described worst
+            whether the probe looks at them or not: what a later question asks for is rarely what was looked at last.
         key_emphasis: weight of key errors against value errors in the bit allocation.
         channel_floor: smallest (squared) weight of a key channel, as a share of the head's mean.
         key_directions: directions per head that the probe's queries share, stored with the channel weights (KLT).
-        num_sinks: first tokens, kept exact.
-        window, fold: after a decode step the newest `window` to `window + fold - 1` tokens are exact; older ones are
-            folded into the shared form `fold` at a time (a multiple of 8).
+        num_sinks: first tokens, kept like the window.
+        window, fold: after a decode step the newest `window` to `window + fold - 1` tokens are kept apart; older ones
+            are folded into the shared form `fold` at a time (a multiple of 8).
+        window_bits: 8 stores sinks and window as 8-bit floats, 16 in the model's dtype, exactly.
         gram_tokens: most tokens of the second moment, an even sample of the prompt. Half of the prompt's tokens are too
             few: the others' errors double.
         subspace_iterations: accuracy of the leading subspace.
@@ -65,7 +70,7 @@ class FreqDepth(Method):
     name: ClassVar[str] = "freqdepth"
     attends_all: ClassVar[bool] = True
     cache_class: ClassVar[type[CompressedCache]] = FreqDepthCache
-    block_size: int = 10
+    block_size: int = 5
     basis: Basis = "klt"
     heads: Heads = "joint"
     keys: KeyForm = "post_rope"
@@ -79,12 +84,13 @@ class FreqDepth(Method):
     residual_tokens: int | None = None
     residual_bits: int = 3
     probe_queries: int = 64
-    probe_weighting: Weighting = "attention"
+    probe_weighting: Weighting = "mixed"
     key_emphasis: float = 4.0
     channel_floor: float = 0.05
-    key_directions: int = 16
+    key_directions: int = 4
     num_sinks: int = 4
-    window: int = 16
+    window: int = 24
+    window_bits: int = 8
     fold: int = 8
     gram_tokens: int = 8192
     subspace_iterations: int = 1
@@ -95,7 +101,7 @@ class FreqDepth(Method):
         _one_of("basis", self.basis, ("klt", "dct", "aligned_dct", "none"))
         _one_of("heads", self.heads, ("joint", "single"))
         _one_of("keys", self.keys, ("post_rope", "pre_rope"))
-        _one_of("probe_weighting", self.probe_weighting, ("attention", "uniform"))
+        _one_of("probe_weighting", self.probe_weighting, ("mixed", "attention", "uniform"))
         for bits in self.coefficient_bits:
             _one_of("each of coefficient_bits", bits, WIDTHS)
         _check(len(self.coefficient_bits) > 0, "coefficient_bits must name at least one width", self.coefficient_bits)
@@ -108,6 +114,7 @@ class FreqDepth(Method):
         _check(self.low_frequencies >= 1, "low_frequencies must be at least 1", self.low_frequencies)
         _check(self.probe_queries >= 2, "probe_queries must be at least 2", self.probe_queries)
         _check(self.fold >= 8 and self.fold % 8 == 0, "fold must be a multiple of 8 tokens", self.fold)
+        _one_of("window_bits", self.window_bits, (8, UNQUANTIZED))
         _check(self.window >= 1, "window must be at least 1 token", self.window)
         _check(self.num_sinks >= 0, "num_sinks must not be negative", self.num_sinks)
         _check(self.min_entries >= 2, "min_entries must be at least 2 tokens", self.min_entries)
@@ -124,6 +131,10 @@ class FreqDepth(Method):
             _check(self.heads == "single", "the DCT bases share per head: set heads=single", self.heads)
             smallest_block = f"low_frequencies must be below block_size={self.block_size}"
             _check(self.low_frequencies <= self.block_size, smallest_block, self.low_frequencies)
+
+    def window_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Stored dtype of sinks and window in a cache of `dtype`."""
+        return FLOAT8 if self.window_bits == 8 else dtype
 
     def blocks(self, num_layers: int) -> list[range]:
         """Layers of each block: `block_size` at a time, the leftover in a smaller one."""

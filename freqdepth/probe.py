@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Weighting = Literal["attention", "uniform"]
+Weighting = Literal["mixed", "attention", "uniform"]
 # Distance of the rows among which those of high entropy are looked for, in tokens.
 CANDIDATE_STRIDE = 32
 
@@ -175,7 +175,9 @@ def probe_layer(
 
     With `uniform` the loss is eq. 2's: the mean squared error of the logits, whatever their attention. With
     `attention` a logit error `e` of token t moves a row's output by `p_t e (v_t - o)` (first order), an error of its
-    value by `p_t e`; both are taken relative to the output's energy, so that layers and heads can be compared.
+    value by `p_t e`; both are taken relative to the output's energy, so that layers and heads can be compared. `mixed`
+    takes the geometric mean of the two for each head and token and the mean of their directions: heads that rest on the
+    sinks until a question wakes them, and tokens nobody has asked for, weigh next to nothing with `attention`.
 
     Args:
         queries, positions: the probe, [H, G, P, d] and [P].
@@ -185,29 +187,14 @@ def probe_layer(
         floor: smallest channel weight of the keys, as a share of the head's mean (squared).
         paired: the two channels that RoPE turns together get their mean weight (for keys stored before RoPE).
     """
-    num_tokens = keys.shape[1]
-    values = values.float()
-    if weighting == "uniform":
-        rows = queries.flatten(1, 2) * scale
-        moment = torch.matmul(rows.mT, rows) / rows.shape[1]
-        channel = moment.diagonal(dim1=1, dim2=2)
-        energy = (channel.unsqueeze(1) * keys.float().square()).sum((1, 2)).clamp_min(1e-20)
-        moment = moment / energy[:, None, None]
-        value_weight = values.square().sum((1, 2)).clamp_min(1e-20).rsqrt()
-        token_weight = energy.reciprocal()[:, None].expand(-1, num_tokens)
-    else:
-        weights = attention_rows(queries, positions, keys, scale).flatten(1, 2)  # [H, G * P, n]
-        output = torch.matmul(weights, values)
-        output_energy = output.square().sum(-1, keepdim=True)
-        distance = values.square().sum(-1).unsqueeze(1) - 2 * torch.matmul(output, values.mT) + output_energy
-        squared = weights.square_()
-        value_mass = squared.sum((1, 2))
-        squared *= distance.clamp_min_(0)
-        total = output_energy.sum((1, 2)).clamp_min(1e-20)
-        rows = queries.flatten(1, 2) * scale
-        moment = torch.matmul((squared.sum(-1, keepdim=True) * rows).mT, rows) / (total * num_tokens)[:, None, None]
-        value_weight = (value_mass / (total * num_tokens)).clamp_min(1e-20).sqrt()
-        token_weight = squared.sum(1) / total[:, None]
+    rows, values = queries.flatten(1, 2) * scale, values.float()
+    felt = [
+        _felt_evenly(rows, keys, values)
+        if kind == "uniform"
+        else _felt_in_output(rows, attention_rows(queries, positions, keys, scale).flatten(1, 2), values)
+        for kind in (("uniform", "attention") if weighting == "mixed" else (weighting,))
+    ]
+    moment, value_weight, token_weight = felt[0] if len(felt) == 1 else _between(*felt)
     channel = moment.diagonal(dim1=1, dim2=2)
     if paired:
         first, second = channel.chunk(2, dim=-1)
@@ -215,3 +202,41 @@ def probe_layer(
     least = (floor * channel.mean(-1, keepdim=True)).clamp_min(1e-20)
     full_moment = None if paired else moment + torch.diag_embed(least.expand_as(channel))
     return LayerProbe(queries * scale, (channel + least).sqrt(), value_weight, token_weight, full_moment)
+
+
+# what errors do: the keys' moment [H, d, d], the values' weight [H], the tokens' weights [H, n]
+_Felt = tuple[Tensor, Tensor, Tensor]
+
+
+def _felt_evenly(rows: Tensor, keys: Tensor, values: Tensor) -> _Felt:
+    """Of eq. 2 as printed, for rows [H, G * P, d] (scaled), relative to the energy of the logits and values."""
+    moment = torch.matmul(rows.mT, rows) / rows.shape[1]
+    channel = moment.diagonal(dim1=1, dim2=2)
+    energy = (channel.unsqueeze(1) * keys.float().square()).sum((1, 2)).clamp_min(1e-20)
+    value_weight = values.square().sum((1, 2)).clamp_min(1e-20).rsqrt()
+    token_weight = energy.reciprocal()[:, None].expand(-1, keys.shape[1])
+    return moment / energy[:, None, None], value_weight, token_weight
+
+
+def _felt_in_output(rows: Tensor, weights: Tensor, values: Tensor) -> _Felt:
+    """Of the rows' outputs, for their attention [H, G * P, n]."""
+    num_tokens = values.shape[1]
+    output = torch.matmul(weights, values)
+    output_energy = output.square().sum(-1, keepdim=True)
+    distance = values.square().sum(-1).unsqueeze(1) - 2 * torch.matmul(output, values.mT) + output_energy
+    squared = weights.square_()
+    value_mass = squared.sum((1, 2))
+    squared *= distance.clamp_min_(0)
+    total = output_energy.sum((1, 2)).clamp_min(1e-20)
+    moment = torch.matmul((squared.sum(-1, keepdim=True) * rows).mT, rows) / (total * num_tokens)[:, None, None]
+    value_weight = (value_mass / (total * num_tokens)).clamp_min(1e-20).sqrt()
+    return moment, value_weight, squared.sum(1) / total[:, None]
+
+
+def _between(even: _Felt, output: _Felt) -> _Felt:
+    """Heads and tokens by the geometric mean of their levels, directions by the mean of their shapes."""
+    (first, first_value, first_token), (second, second_value, second_token) = even, output
+    levels = [moment.diagonal(dim1=1, dim2=2).sum(-1).clamp_min(1e-20)[:, None, None] for moment in (first, second)]
+    shape = (first / levels[0] + second / levels[1]) / 2
+    token_weight = (first_token * second_token.clamp_min(1e-12)).sqrt()
+    return shape * (levels[0] * levels[1]).sqrt(), (first_value * second_value).sqrt(), token_weight

@@ -53,7 +53,8 @@ def bytes_by_part(row: RowBlock) -> dict[str, int]:
         if residual is not None:
             parts["residual"] += _bytes(residual.tensors())
     parts["exact heads"] = _bytes([*row.exact_keys, *row.exact_values])
-    parts["window"] = _bytes([*row.window_keys, *row.window_values])
+    scales = [scale for scale in (*row.key_scale, *row.value_scale) if scale is not None]
+    parts["window"] = _bytes([*row.window_keys, *row.window_values, *scales])
     parts["positions"] = _bytes([t for t in (row.positions, row.frequencies) if t is not None])
     return parts
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import freqdepth
 import kvcore.baselines
 import sekv
-from freqdepth.cache import window_policy
+from freqdepth.cache import window_entry_bytes, window_policy
 from freqdepth.method import FreqDepth
 from kvcore.backbone import BackboneConfig
 from kvcore.baselines.quest import Quest
@@ -139,13 +139,12 @@ def plan_sekv(method: SeKV, spec: ModelSpec, budget: Budget, context: int) -> Me
 
 def plan_freqdepth(method: FreqDepth, spec: ModelSpec, budget: Budget, context: int) -> MemoryPlan:
     """The exact part is fixed; the rest of the budget is divided by the probe, here at one nominal width."""
-    policy = window_policy(method, budget, context)
+    policy = window_policy(method, budget, context, spec.dtype)
     allowed = budget.device_bytes(spec, context)
     heads = spec.num_layers * spec.num_kv_heads
     if policy.limit is not None:
         return MemoryPlan({"exact tokens": policy.limit * spec.entry_bytes * heads}, traffic=0.0)
-    exact = policy.num_sinks + policy.window + policy.fold - 1
-    window = exact * spec.entry_bytes * heads
+    window = heads * window_entry_bytes(method, spec, policy.num_sinks + policy.window + policy.fold - 1)
     middle = context - policy.num_sinks - policy.window
     side = method.block_size * spec.head_dim * (spec.num_kv_heads if method.heads == "joint" else 1)
     coefficient = middle * NOMINAL_BITS / 8  # of one coefficient: a number per token, ...
@@ -154,7 +153,7 @@ def plan_freqdepth(method: FreqDepth, spec: ModelSpec, budget: Budget, context: 
     rank = max(allowed - window, 0) / (coefficient + basis + scales)
     plan = MemoryPlan(traffic=0.0)
     plan.device = {
-        "exact window and sinks": window,
+        "window and sinks": window,
         f"coefficients ({NOMINAL_BITS} bits)": rank * coefficient,
         "bases": rank * basis,
         "scales": rank * scales,

@@ -13,8 +13,9 @@ import torch
 import kvcore.baselines  # noqa: F401 - registers `full`
 from freqdepth.cache import FreqDepthCache, LayerBlock
 from freqdepth.method import FreqDepth
-from freqdepth.modes import SmallestBytesError
+from freqdepth.modes import ModeChooser, SmallestBytesError
 from freqdepth.probe import ProbeCollector, ProbePlan, attention_entropy, probe_layer
+from freqdepth.window import FLOAT8, restored, rounded, window_scale
 from kvcore.attention import attach, prefill
 from kvcore.budget import UnreachableBudgetError
 from kvcore.kernels.reference import decode_attention
@@ -58,7 +59,7 @@ WHOLE = [
 
 @pytest.mark.parametrize("options", WHOLE, ids=lambda o: f"{o['basis']}-{o['heads']}-{o['block_size']}-{o.get('keys')}")
 def test_all_coefficients_unquantised_equal_the_full_cache(model, monkeypatch, options) -> None:
-    whole = {**options, "coefficient_bits": (16,), "modes": ("shared",)}
+    whole = {**options, "coefficient_bits": (16,), "modes": ("shared",), "window": 16, "window_bits": 16}
     cache = compressed(model, monkeypatch, whole)
     assert cache.blocks[0].rows[0].num_middle > 100
     full = build_method("freqdepth").new_cache(model, budget=1.0)
@@ -71,7 +72,7 @@ def test_all_coefficients_unquantised_equal_the_full_cache(model, monkeypatch, o
 
 
 def test_all_heads_exact_equal_the_full_cache_token_for_token(model, monkeypatch) -> None:
-    cache = compressed(model, monkeypatch, {"modes": ("exact",)})
+    cache = compressed(model, monkeypatch, {"modes": ("exact",), "window_bits": 16})
     full = build_method("full").new_cache(model, budget=1.0)
     prefill(model, full, torch.randint(5, 300, (1, 150), generator=torch.Generator().manual_seed(0)))
     exact, reference = logits_after(model, cache, 40), logits_after(model, full, 40)
@@ -86,7 +87,7 @@ def test_attention_equals_attention_over_the_reconstruction(
     model, monkeypatch, heads, num_queries, residual_bits
 ) -> None:
     """Absorbed bases, corrections and the window give what plain attention over rebuilt keys and values gives."""
-    options = {"heads": heads, "block_size": 2, "residual_tokens": 8, "residual_bits": residual_bits}
+    options = {"heads": heads, "block_size": 2, "residual_tokens": 8, "residual_bits": residual_bits, "window_bits": 16}
     cache = compressed(model, monkeypatch, options, allowed=120_000)
     row = cache.blocks[1].rows[0]
     assert set(row.report.modes) <= {"residual", "shared"}
@@ -128,7 +129,7 @@ def test_residual_tokens_are_the_worst_and_stand_first(model, monkeypatch) -> No
 
 def test_window_follows_its_policy_and_folding_is_bounded(model) -> None:
     """A4: after the prefill and every step exactly the newest 16..31 tokens are exact and equal the full cache's."""
-    method = build_method("freqdepth", window=16, fold=16, block_size=3)
+    method = build_method("freqdepth", window=16, fold=16, block_size=3, window_bits=16)
     cache, full = method.new_cache(model, budget=0.6), build_method("full").new_cache(model)
     ids = torch.randint(5, 300, (1, 400), generator=torch.Generator().manual_seed(0))
     prefill(model, cache, ids)
@@ -265,3 +266,29 @@ def test_options_are_checked() -> None:
 def test_attach_is_the_only_thing_needed(model) -> None:
     assert attach(model).num_layers == 4
     assert list(itertools.chain(*FreqDepth(block_size=3).blocks(4))) == [0, 1, 2, 3]
+
+
+def test_eight_bit_window_is_close_whatever_the_size_of_its_numbers(model) -> None:
+    """8-bit floats lose about 0.1% of the energy of every head, and folding reads what attention reads."""
+    x = torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-3, 3e3])[:, None, None]
+    scale = window_scale(x)
+    stored = rounded(x, FLOAT8, scale)
+    back = restored(stored, torch.float32, scale)
+    assert stored.element_size() == 1
+    assert ((back - x).square().sum((1, 2)) < 2e-3 * x.square().sum((1, 2))).all()
+    assert torch.equal(rounded(back, FLOAT8, scale).float(), stored.float())  # rounding again changes nothing
+    assert restored(rounded(100 * x, FLOAT8, scale), torch.float32, scale).isfinite().all()
+
+
+@pytest.mark.parametrize("where", [40, 120, 200])
+def test_a_rare_passage_in_repetitive_text_is_corrected(model, monkeypatch, where: int) -> None:
+    """Tokens that stand out are kept, wherever they stand and whatever the probe looks at."""
+    ids = torch.arange(5, 13).repeat(32)
+    ids[where : where + 6] = torch.tensor([250, 133, 277, 181, 219, 166])
+    plans = []
+    store = ModeChooser._store
+    monkeypatch.setattr(ModeChooser, "_store", lambda self, row, plan: (plans.append(plan), store(self, row, plan)))
+    prefill(model, build_method("freqdepth", block_size=4).new_cache(model, budget=0.25), ids[None])
+    corrected = plans[0].order[0, : plans[0].count] + 4  # after the sinks
+    # 2% of the tokens, but most of what is corrected
+    assert int(((corrected >= where) & (corrected < where + 6)).sum()) > len(corrected) / 2

@@ -14,6 +14,7 @@ from freqdepth.transform import (
     dct_basis,
     depth_klt,
     depth_transform,
+    gram_matrix,
     inverse_depth_transform,
     stack_features,
     unstack_features,
@@ -75,3 +76,11 @@ def test_alignment_finds_a_hidden_rotation() -> None:
     raw = depth_transform(x).square().sum((1, 2, 3))
     assert energy[0] / energy.sum() > 0.99
     assert raw[0] / raw.sum() < 0.6
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 30])
+def test_gram_matrix_of_strips_is_the_product(size: int) -> None:
+    x = torch.randn(2, 50, size, generator=torch.Generator().manual_seed(0))
+    gram = gram_matrix(x)
+    assert torch.equal(gram, gram.mT)
+    assert torch.allclose(gram, x.mT @ x, atol=1e-4)
