@@ -46,7 +46,8 @@ from scripts.plan_memory import plan_memory
 
 REGISTERED = (kvcore.baselines, sekv, freqdepth)
 BUDGETS = (0.1, 0.2, 0.35, 0.5)  # the first that a method can serve: codecs have a smallest one
-HOST_ROOM = 256  # tokens for which retrieval methods make room at a time
+HOST_TOKENS = {"keys and values", "token rows"}  # parts of a plan that grow with the text
+HOST_ROOM = 256  # tokens for which they make room at a time
 MIB = 1 << 20
 
 
@@ -181,7 +182,8 @@ def long_run(
     bounded = not cache.budget.is_full
     method, length = build_method(name), cache.logical_length
     # the plan is of a prompt of that length; room is made for some tokens at a time
-    plan = plan_memory(method, spec, cache.budget, length).host.values() if bounded else ()
+    plan = plan_memory(method, spec, cache.budget, length).host
+    room = spec.full_bytes(HOST_ROOM) if HOST_TOKENS & plan.keys() else 0
     device, host = cache.memory_bytes()
     first, last = (1000 * sum(part) / len(part) for part in (seconds[:timed], seconds[-timed:]))
     return LongRun(
@@ -194,7 +196,7 @@ def long_run(
         most_over=over,
         device_bytes=device,
         host_bytes=host,
-        host_limit=sum(plan) + (spec.full_bytes(HOST_ROOM) if host else 0),
+        host_limit=sum(plan.values()) + room,
         cache_growth=cache_growth,
         tensor_growth=tensor_growth,
         process_growth=process_growth,
