@@ -81,18 +81,21 @@ class LayerBlock(BatchedState):
         # a prompt that is nothing but its window stays as it is
         dtype = self.options.window_dtype(self.spec.dtype) if policy.limit is None else self.spec.dtype
         row = RowBlock(windows[0], windows[1], policy, dtype)
-        row.next_position = last
         if policy.limit is None:
-            self._fill_middle(row, pairs, sinks, last, index)
+            # compressed with the rest, corrections included, and hidden until they leave the window: what is folded in
+            # later has to make do with a transform that never saw it
+            hidden = policy.window // policy.fold * policy.fold
+            row.next_position = last + hidden
+            self._fill_middle(row, pairs, sinks, last + hidden, index, hidden)
         return row
 
     def _fill_middle(
-        self, row: RowBlock, pairs: list[tuple[Tensor, Tensor]], first: int, last: int, index: int
+        self, row: RowBlock, pairs: list[tuple[Tensor, Tensor]], first: int, last: int, index: int, hidden: int
     ) -> None:
         keys, values = (torch.stack([pair[side][:, first:last] for pair in pairs]) for side in (0, 1))
         probes = [self.probes[layer][index] for layer in self.members]
         weight = torch.stack([probe.token_weight[:, first:last] for probe in probes])
-        block = BlockInput(keys, values, keys, probes, weight, self.spec.dtype, self.index)
+        block = BlockInput(keys, values, keys, probes, weight, self.spec.dtype, self.index, hidden)
         if self.options.keys == "pre_rope":
             assert self.spec.inverse_frequencies is not None
             positions = torch.arange(first, last, dtype=torch.int32, device=keys.device)

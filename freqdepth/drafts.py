@@ -27,6 +27,7 @@ class BlockInput:
         token_weight: [J, H, M] of the middle tokens (see `LayerProbe`).
         dtype: of the cache.
         index: the block's number.
+        num_hidden: newest of the tokens that stand in the window as well (see `RowBlock.hidden`).
         positions, frequencies: int32 [M] and inverse frequencies, when `keys` are pre-RoPE.
     """
 
@@ -37,6 +38,7 @@ class BlockInput:
     token_weight: Tensor
     dtype: torch.dtype
     index: int
+    num_hidden: int = 0
     positions: Tensor | None = None
     frequencies: Tensor | None = None
 

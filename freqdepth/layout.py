@@ -78,6 +78,7 @@ class RowBlock(BatchedState):
         window_keys, window_values: per layer [H, W, d], sinks first, in the model's dtype or as 8-bit floats.
         key_scale, value_scale: per layer [H, 1, 1], what 8-bit floats are multiplied by, or None.
         positions: int32 [S or 1, M] of the middle tokens when keys are stored before RoPE, else None.
+        hidden: places in the middle [H, n], oldest first, of the prompt's tokens that are still in the window.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class RowBlock(BatchedState):
         self.residual_keys: ResidualStore | None = None
         self.residual_values: ResidualStore | None = None
         self.positions: Tensor | None = None
+        self.hidden: Tensor | None = None
         self.frequencies: Tensor | None = None  # the model's, one tensor for all rows
         self.next_position = 0
         self.joint = False
@@ -116,7 +118,11 @@ class RowBlock(BatchedState):
 
     def attended(self, layer: int) -> int:
         """Entries each head of a layer attends to; layers of a block get a step's tokens one after the other."""
-        return self.num_middle + self.window_keys[layer].shape[1]
+        return self.num_middle - self.num_hidden + self.window_keys[layer].shape[1]
+
+    @property
+    def num_hidden(self) -> int:
+        return 0 if self.hidden is None else self.hidden.shape[1]
 
     # --- attention
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -175,6 +181,8 @@ class RowBlock(BatchedState):
         if self.exact_heads:
             keys = self.exact_keys[layer]
             far[self.exact_heads] = torch.matmul(rows[self.exact_heads].to(keys.dtype), keys.mT).float()
+        if self.hidden is not None:
+            far.scatter_(-1, self.hidden.unsqueeze(1).expand(-1, rows.shape[1], -1), float("-inf"))
         return far
 
     def _middle_output(self, layer: int, weights: Tensor) -> Tensor:
@@ -200,13 +208,22 @@ class RowBlock(BatchedState):
         tiles = (self.window_keys[0].shape[1] - policy.num_sinks - policy.window) // policy.fold
         if tiles > 0:  # a long step's tokens are projected together
             first, last = policy.num_sinks, policy.num_sinks + tiles * policy.fold
-            self._append(
-                self._window_tokens(self.window_keys, self.key_scale, first, last),
-                self._window_tokens(self.window_values, self.value_scale, first, last),
-            )
+            new = first + self._show(last - first)
+            if new < last:
+                self._append(
+                    self._window_tokens(self.window_keys, self.key_scale, new, last),
+                    self._window_tokens(self.window_values, self.value_scale, new, last),
+                )
             for window in (self.window_keys, self.window_values):
                 for layer, tensor in enumerate(window):
                     window[layer] = torch.cat([tensor[:, :first], tensor[:, last:]], dim=1)
+
+    def _show(self, most: int) -> int:
+        """Let the oldest hidden tokens, `most` at most, be read in their compressed form; returns how many."""
+        count = min(most, self.num_hidden)
+        if self.hidden is not None:
+            self.hidden = self.hidden[:, count:].clone() if count < self.num_hidden else None
+        return count
 
     def _window_tokens(self, window: list[Tensor], scales: list[Tensor | None], first: int, last: int) -> Tensor:
         """Tokens of all layers [J, H, F, d], in fp32 where they are stored as 8-bit floats."""

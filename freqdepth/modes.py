@@ -211,6 +211,7 @@ class ModeChooser:
     def _fill_exact(self, row: RowBlock, exact: list[int], dropped: list[int]) -> None:
         row.exact_heads, row.shared_heads = exact, dropped
         self._store_exact(row, exact)
+        self._hide(row)
         modes = ["exact" if head in exact else "shared" for head in range(self.num_heads)]
         row.report = BlockReport(modes, [0.0] * self.num_heads)
 
@@ -224,6 +225,7 @@ class ModeChooser:
         row.keys, row.values = keys, values
         if plan.exact:
             self._store_exact(row, plan.exact)
+        self._hide(row)
         if plan.count:
             self._reorder(row, plan)
             row.residual_keys = self._residual(0, keys, plan.draft.keys, plan)
@@ -240,6 +242,14 @@ class ModeChooser:
             plan.draft.values.widths,
         )
 
+    def _hide(self, row: RowBlock) -> None:
+        """Note where the tokens stand that are in the window as well."""
+        if self.block.num_hidden:
+            places = torch.arange(
+                self.num_tokens - self.block.num_hidden, self.num_tokens, device=self.block.keys.device
+            )
+            row.hidden = places.repeat(self.num_heads, 1)
+
     def _reorder(self, row: RowBlock, plan: Plan) -> None:
         """Move the residual tokens to the front of every stream's token order."""
         for side in (row.keys, row.values):
@@ -247,6 +257,8 @@ class ModeChooser:
             side.coefficients.reorder(plan.order)
         if row.positions is not None:
             row.positions = row.positions.expand(plan.order.shape[0], -1).gather(1, plan.order)
+        if row.hidden is not None:
+            row.hidden[plan.heads] = plan.order.argsort(-1)[:, -self.block.num_hidden :].expand(len(plan.heads), -1)
 
     def _residual(self, which: int, side: SharedSide, draft: DraftSide, plan: Plan) -> ResidualStore:
         """Corrections of the residual heads' first tokens, as stored components."""

@@ -55,7 +55,7 @@ def bytes_by_part(row: RowBlock) -> dict[str, int]:
     parts["exact heads"] = _bytes([*row.exact_keys, *row.exact_values])
     scales = [scale for scale in (*row.key_scale, *row.value_scale) if scale is not None]
     parts["window"] = _bytes([*row.window_keys, *row.window_values, *scales])
-    parts["positions"] = _bytes([t for t in (row.positions, row.frequencies) if t is not None])
+    parts["positions"] = _bytes([t for t in (row.positions, row.frequencies, row.hidden) if t is not None])
     return parts
 
 

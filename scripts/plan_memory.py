@@ -145,7 +145,7 @@ def plan_freqdepth(method: FreqDepth, spec: ModelSpec, budget: Budget, context: 
     if policy.limit is not None:
         return MemoryPlan({"exact tokens": policy.limit * spec.entry_bytes * heads}, traffic=0.0)
     window = heads * window_entry_bytes(method, spec, policy.num_sinks + policy.window + policy.fold - 1)
-    middle = context - policy.num_sinks - policy.window
+    middle = context - policy.num_sinks - policy.window % policy.fold
     side = method.block_size * spec.head_dim * (spec.num_kv_heads if method.heads == "joint" else 1)
     coefficient = middle * NOMINAL_BITS / 8  # of one coefficient: a number per token, ...
     basis = side * (method.basis_bits or 8) / 8  # ... a column of the basis, ...
