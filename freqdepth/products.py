@@ -36,7 +36,7 @@ def integer_logits(planes: list[Plane], rows: Tensor) -> Tensor:
 
 def integer_mix(planes: list[Plane], weights: Tensor) -> Tensor:
     """`weights @ codes`: [P, M] -> fp32 [P, K]."""
-    digits = Digits(weights)
+    digits = Digits(weights, dithered=True)
     counts = [plane.packed.shape[-1] for plane in planes]
     inside = _in_c(digits)
     total = torch.zeros(digits.digits.shape[0], sum(counts), dtype=torch.int32 if inside else torch.float32)

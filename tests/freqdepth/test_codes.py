@@ -39,6 +39,30 @@ def test_digits_multiply_like_floats() -> None:
         assert (found - exact).abs().max() <= 2e-3 * exact.abs().max()
 
 
+@pytest.mark.parametrize("num_tokens", [512, 8192, 32768])
+def test_dithered_weights_keep_the_mass_of_many_small_ones(num_tokens: int) -> None:
+    """One token with nine tenths of the attention, the rest spread thin: the nearest digits of those are all 0."""
+    weights = torch.full((2, num_tokens), 0.1 / (num_tokens - 1))
+    weights[:, 3] = 0.9
+    weights[1, num_tokens // 2 :] = 0  # hidden entries get nothing
+    weights[1, 3] = 0.95
+    ones = torch.ones(num_tokens, 1, dtype=torch.int8)
+    digits = Digits(weights, dithered=True)
+    found = digits.joined(digits.sums(ones)) * digits.scale
+    assert (found - weights.sum(-1, keepdim=True)).abs().max() < 1e-3
+    hidden = digits.joined(digits.sums(ones[num_tokens // 2 :], num_tokens // 2)) * digits.scale
+    assert hidden[1].item() == 0
+
+
+def test_digits_of_very_many_equal_entries_do_not_overflow() -> None:
+    count = 2**17
+    digits = Digits(torch.ones(1, count), dithered=True)
+    codes = torch.full((count, 8), 127, dtype=torch.int8)  # the C form has codes up to 255
+    found = digits.joined(digits.sums(codes)) * digits.scale
+    assert (found / (127 * count) - 1).abs().max() < 1e-3
+    assert int(digits.digits.int().abs().sum()) * 255 < 2**31
+
+
 @pytest.mark.parametrize("num_streams", [1, 3])
 @pytest.mark.parametrize("num_rows", [4, 60], ids=["integers", "floats"])
 @pytest.mark.parametrize("num_tokens", [64, 83])
