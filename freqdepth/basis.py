@@ -14,7 +14,7 @@ from torch import Tensor
 
 from freqdepth.codes import UNQUANTIZED, code_offsets, encode, step_sizes
 from freqdepth.metric import Metric
-from freqdepth.planes import LINES, LayerTile, Plane, add_planes, plane_layout
+from freqdepth.planes import LINES, Plane, add_codes, plane_layout
 from freqdepth.transform import dct_basis
 from kvcore.quant import packed_bytes
 from kvcore.state import BatchedState
@@ -70,6 +70,8 @@ class KltBasis(DepthBasis):
 
     The basis is orthonormal in the metric's domain (see `Metric`), so reading undoes the metric and projecting applies
     it. A column has one step, the best one for its entries: strong outliers are clipped, and `fitted` makes up for it.
+    The codes of one layer are taken apart where they are multiplied and let go with the product: nothing of them lives
+    from one layer to the next.
 
     Attributes:
         planes: the codes of all columns, features standing for tokens and the layers' streams for streams (see
@@ -78,13 +80,12 @@ class KltBasis(DepthBasis):
         scale: [S, R], step of each column.
         offset: [R], added to each code before its step.
         metric: see its class.
-        tile: the codes of a few layers while a step is under way.
     """
 
     def __init__(self, basis: Tensor, widths: list[tuple[int, int]], metric: Metric, dtype: torch.dtype) -> None:
         """`basis`: orthonormal [S, D, R]; `widths`: (bits, columns) in column order."""
         num_layers, streams = metric.shape[:2]
-        self.metric, self.widths, self.tile = metric, widths, LayerTile()
+        self.metric, self.widths = metric, widths
         self.offset = code_offsets(widths).to(basis.device)
         self.dense: Tensor | None = None
         raw, scales, start = [], [], 0
@@ -108,8 +109,7 @@ class KltBasis(DepthBasis):
 
     def columns(self, layers: slice, dtype: torch.dtype) -> Tensor:
         """The basis's rows of some layers, in the metric's domain: [J', S, Hs * d, R]."""
-        numbers = self._numbers(self._codes(layers), layers)
-        return numbers.add_(self.offset).mul_(self.scale.unsqueeze(1)).to(dtype)
+        return self._numbers(layers).add_(self.offset).mul_(self.scale.unsqueeze(1)).to(dtype)
 
     def whole(self) -> Tensor:
         """The stored basis of all layers in the metric's domain: [S, R, D], fp32."""
@@ -125,22 +125,19 @@ class KltBasis(DepthBasis):
         first, last, _ = layers.indices(num_layers)
         shape = ((last - first) * streams, num_heads * head_dim, self.scale.shape[1])
         whole = torch.zeros(shape, dtype=torch.uint8, device=self.scale.device)
-        for plane in self.planes:
-            bits = plane.codes(slice(first * streams, last * streams)).flatten(1, 2)[:, : shape[1]]
-            add_planes(whole, bits, plane_layout(self.widths)[plane.width])
+        add_codes(whole, self.planes, plane_layout(self.widths).values(), slice(first * streams, last * streams))
         return whole.unflatten(0, (last - first, streams))
 
-    def _numbers(self, codes: Tensor, layers: slice | int) -> Tensor:
-        """Codes as fp32, with the numbers of unquantised columns."""
-        numbers = codes.float()
+    def _numbers(self, layers: slice) -> Tensor:
+        """Codes (unquantised columns: numbers) of some layers' rows: fp32 [J', S, Hs * d, R]."""
+        numbers = self._codes(layers).float()
         if self.dense is not None:
             numbers[..., : self.dense.shape[-1]] = self.dense[layers]
         return numbers
 
     def _layer_numbers(self, layer: int) -> Tensor:
         """Codes (unquantised columns: numbers) of one layer's rows: fp32 [S, Hs, d, R]."""
-        codes = self.tile.layer(layer, self.metric.shape[0], self._codes)
-        return self._numbers(codes, layer).unflatten(1, self.metric.shape[2:])
+        return self._numbers(slice(layer, layer + 1))[0].unflatten(1, self.metric.shape[2:])
 
     def enter(self, query: Tensor, layer: int) -> Tensor:
         return self.metric.absorbed(query, layer)

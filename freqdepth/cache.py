@@ -3,6 +3,9 @@
 The prefill holds the prompt's keys and values of one block in full, never of the whole model. Rows are stored apart:
 each has its own transform, widths and modes, and no padding is ever looked at.
 
+All that a decode step leaves behind is in `stored_states`, and counts. What lives within one layer's attention and is
+freed with it (logits, the layer's own rows of the basis) does not, as with any method; no layer shares it with another.
+
 Legend: B batch rows, Hq query heads, H KV heads, Q new tokens, n prompt tokens of one row, J layers of a block,
 d head dimension.
 """

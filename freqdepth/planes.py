@@ -10,7 +10,7 @@ Legend: S streams, K plane rows (coefficients), M tokens, c = M / 8 columns, P r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from freqdepth.codes import UNQUANTIZED
+from kvcore.kernels import native
 from kvcore.state import BatchedState
 
 LINES = 8
-# Layers whose bases are taken apart together.
-TILE_LAYERS = 5
 
 
 def plane_widths(bits: int) -> list[tuple[int, int]]:
@@ -155,26 +154,19 @@ class Plane(BatchedState):
         return torch.stack(products).sum(0)
 
 
-class LayerTile(BatchedState):
-    """Codes of a few layers, taken apart together when the first of them is asked for and dropped with the last.
+def add_codes(total: Tensor, planes: list[Plane], parts: Iterable[list[Rows]], some: slice) -> None:
+    """Add the planes' codes of some streams to `total` (uint8 [n, M, R], zeros), in C where that is available.
 
-    The layers of a step come one after the other: a few large operations take the place of many small ones, and between
-    steps nothing is held.
-
-    Attributes:
-        held: uint8 [layers of the tile, ...], or None.
+    Args:
+        total: M may leave out tokens that fill the last bytes.
+        planes: the planes.
+        parts: where the rows of each belong (see `plane_layout`).
+        some: a run of streams.
     """
-
-    def __init__(self) -> None:
-        self.held: Tensor | None = None
-        self.first = 0
-
-    def layer(self, layer: int, num_layers: int, unpack: Callable[[slice], Tensor]) -> Tensor:
-        """One layer's codes; `unpack` gives those of a run of layers, [layers, ...]."""
-        if self.held is None or not 0 <= layer - self.first < self.held.shape[0]:
-            self.first = layer - layer % TILE_LAYERS
-            self.held = unpack(slice(self.first, min(self.first + TILE_LAYERS, num_layers)))
-        found, held = self.held[layer - self.first], self.held.shape[0]
-        if layer - self.first == held - 1:
-            self.held = None
-        return found
+    in_c = total.device.type == "cpu" and native.off_reason() is None
+    for plane, rows in zip(planes, parts, strict=True):
+        if in_c:
+            runs = [(r.columns.start, r.columns.stop - r.columns.start, r.shift) for r in rows]
+            native.add_plane_codes(total, plane.packed[some].flatten(1, 2), plane.width, runs)
+        else:
+            add_planes(total, plane.codes(some).flatten(1, 2)[:, : total.shape[1]], rows)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from freqdepth.basis import DepthBasis, KltBasis
 from freqdepth.codes import UNQUANTIZED
-from freqdepth.planes import LINES, LayerTile, Plane, plane_widths
+from freqdepth.planes import LINES, Plane, Rows, add_codes, plane_widths
 from kvcore.quant import decode_scales, encode_scales
 from kvcore.state import BatchedState
 
@@ -21,7 +21,7 @@ class Corrections(BatchedState):
     """Vectors [N, r, d] with one scale and zero point per token and group of channels, in planes.
 
     Attributes:
-        planes: codes of the tokens, lowest bits first; `shifts` their places.
+        planes: codes of the tokens, lowest bits first; `parts` their places.
         scale, zero: fp16 [N, r, G].
         dense: the vectors in the model's dtype when they are not quantised; then there is nothing else.
     """
@@ -30,7 +30,7 @@ class Corrections(BatchedState):
         """`x`: [N, r, d]; `bits`: 2, 3, 4, 6, 8 or 16, which keeps `dtype`."""
         self.num_tokens, self.group = x.shape[1], channel_group(x.shape[2])
         self.planes: list[Plane] = []
-        self.shifts: list[int] = []
+        self.parts: list[list[Rows]] = []
         self.dense = x.to(dtype).clone() if bits == UNQUANTIZED else None
         if self.dense is not None:
             return
@@ -42,22 +42,17 @@ class Corrections(BatchedState):
         lines = F.pad(codes.flatten(-2)[..., : x.shape[2]], (0, 0, 0, -x.shape[1] % LINES))
         for width, shift in plane_widths(bits):
             self.planes.append(Plane(width, lines >> shift))
-            self.shifts.append(shift)
+            self.parts.append([Rows(0, slice(0, x.shape[2]), shift)])
 
-    def codes(self, some: slice = slice(None)) -> Tensor:
-        """Codes of some lines: uint8 [n, 8, c, d]."""
-        codes = self.planes[0].codes(some)
-        for plane, shift in zip(self.planes[1:], self.shifts[1:], strict=True):
-            codes.add_(plane.codes(some), alpha=1 << shift)
-        return codes
-
-    def decoded(self, some: slice = slice(None), codes: Tensor | None = None) -> Tensor:
-        """Some lines (given their codes, if at hand), fp32 [n, r, d]."""
+    def decoded(self, some: slice = slice(None)) -> Tensor:
+        """Some lines, fp32 [n, r, d]."""
         if self.dense is not None:
             return self.dense[some].float()
-        codes = self.codes(some) if codes is None else codes
-        numbers = codes.flatten(1, 2)[:, : self.num_tokens].float()
-        size = numbers.shape[-1]
+        packed = self.planes[0].packed[some]
+        size = packed.shape[-1]
+        codes = torch.zeros(packed.shape[0], self.num_tokens, size, dtype=torch.uint8, device=packed.device)
+        add_codes(codes, self.planes, self.parts, some)
+        numbers = codes.float()
         step, base = decode_scales(self.scale[some], self.zero[some])
         grouped = _grouped(numbers, self.group)
         return torch.addcmul(base.unsqueeze(-1), grouped, step.unsqueeze(-1)).flatten(-2)[..., :size]
@@ -96,7 +91,6 @@ class ResidualStore(BatchedState):
         components: corrections of [C, Hres] lines: one component per layer with a KLT, per high frequency with a DCT.
         mixing: [J, C], fp32, or None when component j is layer j's correction.
         rotation: [J, Hres, d, d] of an aligned DCT, or None.
-        tile: the codes of a few layers while a step is under way.
     """
 
     def __init__(
@@ -108,7 +102,7 @@ class ResidualStore(BatchedState):
         rotation: Tensor | None,
     ) -> None:
         self.heads, self.members, self.components = heads, members, components
-        self.mixing, self.rotation, self.tile = mixing, rotation, LayerTile()
+        self.mixing, self.rotation = mixing, rotation
 
     @property
     def num_tokens(self) -> int:
@@ -141,18 +135,7 @@ class ResidualStore(BatchedState):
         count = len(self.heads)
         if self.mixing is None:
             lines = slice(layer * count, (layer + 1) * count)
-            return self.components.decoded(lines, self._tile_codes(layer))
+            return self.components.decoded(lines)
         stacked = self.components.decoded().unflatten(0, (-1, count))
         correction = torch.einsum("c,chrd->hrd", self.mixing[layer], stacked)
         return correction if self.rotation is None else correction @ self.rotation[layer].float().mT
-
-    def _tile_codes(self, layer: int) -> Tensor | None:
-        """Codes of one layer's corrections, where there are codes."""
-        if self.components.dense is not None:
-            return None
-        count, lines = len(self.heads), self.components.planes[0].packed.shape[0]
-
-        def unpack(layers: slice) -> Tensor:
-            return self.components.codes(slice(layers.start * count, layers.stop * count)).unflatten(0, (-1, count))
-
-        return self.tile.layer(layer, lines // count, unpack)

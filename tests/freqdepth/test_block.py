@@ -6,6 +6,7 @@ Legend: J layers, H KV heads, n tokens, d head dimension.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 
 import pytest
@@ -19,6 +20,7 @@ from freqdepth.probe import ProbeCollector, ProbePlan, attention_entropy, probe_
 from freqdepth.window import FLOAT8, restored, rounded, window_scale
 from kvcore.attention import attach, prefill
 from kvcore.budget import UnreachableBudgetError
+from kvcore.kernels import native
 from kvcore.kernels.reference import decode_attention
 from kvcore.method import build_method
 from kvcore.tiny import build_tiny
@@ -151,6 +153,30 @@ def test_window_follows_its_policy_and_folding_is_bounded(model) -> None:
     assert row.report.folded_tokens == 48
     assert 0 < row.report.fold_error / 48 < 1
     assert cache.ledger.device_share <= 0.6 * 1.02
+
+
+@pytest.mark.parametrize("native_form", [True, False])
+def test_a_layer_leaves_nothing_behind_but_its_window_entry(model, monkeypatch, native_form: bool) -> None:
+    """Counted over every tensor of the process: what the ledger's walk does not reach counts, too, and so do layers in
+    the middle of a block."""
+    if not native_form:
+        monkeypatch.setattr(native, "off_reason", lambda: "not in this test")
+    options = {"block_size": 4, "residual_tokens": 8, "window_bits": 16}
+    row = compressed(model, monkeypatch, options, allowed=120_000).blocks[0].rows[0]
+    assert "residual" in row.report.modes
+    assert row.keys.basis.planes
+    query, key, value = torch.randn(8, 1, 16), torch.randn(2, 1, 16), torch.randn(2, 1, 16)
+    for layer in range(4):
+        before = _live_bytes()
+        row.attend(layer, query, key, value, 0.25)
+        assert _live_bytes() - before == key.nbytes + value.nbytes
+
+
+def _live_bytes() -> int:
+    """Bytes of the storages of every tensor that exists."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def test_long_decode_merges_folds_and_stays_within_the_budget(model) -> None:

@@ -149,6 +149,24 @@ def test_a_gradient_takes_the_path_that_has_one() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize(("n", "sizes"), [(1, (1,)), (3, (70, 5)), (24, (64, 65, 128))])
+def test_codes_are_exact_and_land_in_their_place(width: int, n: int, sizes: tuple[int, ...]) -> None:
+    packed = torch.randint(0, 256, (2, n, sum(sizes)), dtype=torch.uint8)
+    fields, place = 8 // width, 8 - width
+    codes = torch.stack([packed >> (f * width) & (2**width - 1) for f in range(fields)], dim=1).flatten(1, 2)
+    total = torch.zeros(2, fields * n - 1, sum(sizes) + 3 * len(sizes), dtype=torch.uint8)
+    expected, runs, start, first = total.clone(), [], 0, 0
+    for index, size in enumerate(sizes):  # every run leaves three columns alone
+        shift = place if index % 2 else 0
+        expected[..., start : start + size] = codes[:, : total.shape[1], first : first + size] << shift
+        runs.append((start, size, shift))
+        start, first = start + size + 3, first + size
+    native.add_plane_codes(total, packed, width, runs)
+    assert torch.equal(total, expected)
+
+
+@needs_native
 def test_what_does_not_fit_is_refused() -> None:
     packed, digits = torch.zeros(8, 6, dtype=torch.uint8), torch.zeros(2, 6, dtype=torch.int8)
     with pytest.raises(ValueError, match="do not fit"):
@@ -162,6 +180,11 @@ def test_what_does_not_fit_is_refused() -> None:
         native.coordinate_logits(query, codes, [(8, 4)], query[..., 0], torch.zeros(1, 3, 1, 9)[:, ::2])
     with pytest.raises(ValueError, match="side by side"):
         native.add_plane_logits(torch.zeros(32, 2, dtype=torch.int32).T, digits, packed, 2)
+    for shape, run in (((1, 33, 6), (0, 6, 0)), ((1, 32, 5), (0, 6, 0)), ((1, 32, 6), (0, 6, 7))):
+        with pytest.raises(ValueError, match="do not fit"):
+            native.add_plane_codes(torch.zeros(shape, dtype=torch.uint8), packed[None], 2, [run])
+    with pytest.raises(ValueError, match="side by side"):
+        native.add_plane_codes(torch.zeros(1, 6, 32, dtype=torch.uint8).mT, packed[None], 2, [(0, 6, 0)])
 
 
 def test_off_by_choice_without_a_compiler_and_with_a_broken_one(monkeypatch, fresh) -> None:
@@ -172,6 +195,8 @@ def test_off_by_choice_without_a_compiler_and_with_a_broken_one(monkeypatch, fre
         native.add_plane_mix(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), 4)
     with pytest.raises(RuntimeError, match="KVCORE_NATIVE=0"):
         native.packed_mix(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 4, dtype=torch.uint8), 4)
+    with pytest.raises(RuntimeError, match="KVCORE_NATIVE=0"):
+        native.add_plane_codes(torch.zeros(1, 8, 1), torch.zeros(1, 1, 1), 1, [(0, 1, 0)])
     monkeypatch.setenv("KVCORE_NATIVE", "1")
     monkeypatch.setattr(native.platform, "system", lambda: "Linux")
     monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")

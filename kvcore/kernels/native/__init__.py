@@ -2,7 +2,7 @@
 
 Without a compiler, on another processor or with `KVCORE_NATIVE=0` the callers take their torch path: the same sums.
 
-planes.c         exact integer products with planes whose bytes lie coefficient by coefficient
+planes.c         exact integer products with planes whose bytes lie coefficient by coefficient, and their codes
 lines.c          fp32 products with lines packed by `kvcore.quant.pack`, whose bytes lie token by token
 coordinates.c    fp32 products with tokens kept as a few coordinates, a byte per token and line
 segments.c       sums of runs of neighbours
@@ -20,6 +20,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -53,6 +54,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     for function in (library.plane_logits, library.plane_mix):
         function.argtypes = [pointer, count, count, ctypes.c_int, pointer, count, count, pointer, count]
+    library.plane_codes.argtypes = [pointer, count, count, count, ctypes.c_int, pointer, count, pointer, count, count]
+    library.plane_codes.restype = None
     lines = (pointer, ctypes.c_int, count, count, count, pointer, count)
     library.lines_logits.argtypes = [*lines, pointer, ctypes.c_int]
     library.lines_mix.argtypes = [*lines, count, pointer, ctypes.c_int]
@@ -117,6 +120,30 @@ def _call(name: str, total: Tensor, digits: Tensor, packed: Tensor, width: int) 
     )  # fmt: skip
     if failed:
         raise MemoryError(f"{name}: no memory for the rows of digits")
+
+
+def add_plane_codes(total: Tensor, packed: Tensor, width: int, runs: Sequence[tuple[int, int, int]]) -> None:
+    """Add a plane's codes to `total`, whose bits there are 0: uint8 [B, M, R], uint8 [B, n, K], M at most F * n.
+
+    Args:
+        total: codes.
+        packed: the plane.
+        width: bits of its fields.
+        runs: (first coefficient in `total`, coefficients, place) of the plane's coefficients, in order.
+    """
+    library, reason = _loaded()
+    if library is None:
+        raise RuntimeError(f"native unpacking is off: {reason}")
+    (batch, num_tokens, stride), (planes, rows, coefficients) = total.shape, packed.shape
+    fits = planes == batch and num_tokens <= 8 // width * rows and sum(run[1] for run in runs) == coefficients
+    if not fits or any(start < 0 or start + size > stride or place + width > 8 for start, size, place in runs):
+        raise ValueError(f"runs {runs} of codes {tuple(packed.shape)} of {width} bits do not fit {tuple(total.shape)}")
+    if not (packed.is_contiguous() and total.is_contiguous() and packed.dtype == total.dtype == torch.uint8):
+        raise ValueError("plane_codes: codes are bytes that lie side by side")
+    table = (ctypes.c_int64 * (3 * len(runs)))(*(number for run in runs for number in run))
+    library.plane_codes(
+        packed.data_ptr(), batch, rows, coefficients, width, table, len(runs), total.data_ptr(), num_tokens, stride
+    )
 
 
 def packed_logits(rows: Tensor, codes: Tensor, bits: int, num_tokens: int) -> Tensor:

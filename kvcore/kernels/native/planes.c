@@ -1,5 +1,5 @@
 // Products of signed 8-bit digits with codes of 1, 2 or 4 bits that are still packed in bytes, for processors with
-// AVX-512 VNNI. Codes are taken apart in registers: nothing of the size of the unpacked codes is ever written.
+// AVX-512 VNNI. Products take codes apart in registers: nothing of the size of the unpacked codes is ever written.
 //
 // A plane is uint8 [n, K]: n byte rows of K coefficients. Field f of a byte (bits f * width and up) is the code of token
 // f * n + i in byte row i. Digits are int8 [rows, stride], sums int32 [rows, out_stride], to which is added. All sums are
@@ -214,4 +214,28 @@ int plane_mix(const uint8_t *packed, int64_t n, int64_t count, int width, const 
             }
     free(words), free(sums), free(tile);
     return 0;
+}
+
+// out[b, f * n + i, start + k] |= code(b, f, i, first + k) << shift, for runs (start, coefficients, shift) of the plane's
+// coefficients in order; the last tokens of a plane, from `tokens` on, are padding
+void plane_codes(const uint8_t *packed, int64_t batch, int64_t n, int64_t count, int width, const int64_t *runs,
+                 int64_t num_runs, uint8_t *out, int64_t tokens, int64_t stride) {
+    const __m512i mask = _mm512_set1_epi8((char)((1 << width) - 1));
+    for (int64_t row = 0; row < batch * tokens; row++) {
+        const int64_t b = row / tokens, token = row % tokens;
+        const uint8_t *from = packed + (b * n + token % n) * count;
+        const __m128i place = _mm_cvtsi32_si128((int)(token / n) * width);
+        for (int64_t run = 0; run < num_runs; run++) {
+            const int64_t length = runs[3 * run + 1];
+            const __m128i shift = _mm_cvtsi32_si128((int)runs[3 * run + 2]);
+            uint8_t *to = out + row * stride + runs[3 * run];
+            for (int64_t k = 0; k < length; k += 64) {
+                const __mmask64 inside = first_bytes(length - k);
+                const __m512i bytes = _mm512_srl_epi32(_mm512_maskz_loadu_epi8(inside, from + k), place);
+                const __m512i code = _mm512_sll_epi32(_mm512_and_si512(bytes, mask), shift);
+                _mm512_mask_storeu_epi8(to + k, inside, _mm512_or_si512(_mm512_maskz_loadu_epi8(inside, to + k), code));
+            }
+            from += length;
+        }
+    }
 }
