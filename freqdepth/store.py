@@ -83,11 +83,15 @@ class CoefficientStore(BatchedState):
         """`rows · coefficients`: [S, P, R] -> [S, P, M], fp32.
 
         Nothing is rounded to fewer bits on the way: raw codes are far from centred, so their products are large.
+        Unquantised fp32 coefficients are added up in double precision: a token's coefficients describe every layer and
+        head of its stream, so that a sum of them passes through numbers much larger than one layer's logit.
         """
         scaled = rows.float() * self.step.unsqueeze(1)
         total: Tensor | None = None
         if self.dense is not None:
-            total = torch.matmul(scaled[..., : self.num_dense], self.dense.flatten(1, 2).float().mT)
+            wide = torch.float64 if self.dense.dtype == torch.float32 else torch.float32
+            mine = scaled[..., : self.num_dense].to(wide)
+            total = torch.matmul(mine, self.dense.flatten(1, 2).to(wide).mT).float()
         if self.planes:
             codes = self._plane_logits(to_planes(scaled, plane_rows(self.widths)), integer_path(rows))
             total = codes if total is None else total.add_(codes)

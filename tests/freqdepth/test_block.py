@@ -67,7 +67,7 @@ def test_all_coefficients_unquantised_equal_the_full_cache(model, monkeypatch, o
     assert cache.blocks[0].rows[0].num_middle > 100
     full = build_method("freqdepth").new_cache(model, budget=1.0)
     prefill(model, full, torch.randint(5, 300, (1, 150), generator=torch.Generator().manual_seed(0)))
-    assert (logits_after(model, cache, 24) - logits_after(model, full, 24)).abs().max() < 2e-4
+    assert (logits_after(model, cache, 24) - logits_after(model, full, 24)).abs().max() < 1e-4
     # 24 steps make the window overflow: folded tokens (the prompt's 16 were compressed with it) are exact, too
     report = cache.blocks[0].rows[0].report
     assert report.folded_tokens == 8
