@@ -1,12 +1,11 @@
-"""Compressing one block of one row: transform, bit allocation, modes, residual tokens, all within the block's bytes.
+"""Fitting the shared form of a block's heads: which coefficients are stored in how many bits, and their codes.
 
-Legend: J layers of the block, H KV heads, G query heads per KV head, S streams, Hs heads per stream, M middle tokens,
-n tokens of the row, r residual tokens, d head dimension, D = J * Hs * d features, R coefficients, P probe queries.
+Legend: J layers of the block, H' heads that share, S streams, Hs heads per stream, M middle tokens, d head dimension,
+D = J * Hs * d features, R coefficients.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,18 +13,12 @@ from torch import Tensor
 
 from freqdepth.allocation import Offer, choose_levels, joined, smallest_cost
 from freqdepth.basis import DctBasis, DepthBasis, KltBasis, column_bytes, fitted
-from freqdepth.codes import (
-    UNQUANTIZED,
-    class_bytes,
-    encode,
-    squared_error,
-    step_sizes,
-)
+from freqdepth.candidates import CandidateMaker, column_width
+from freqdepth.codes import UNQUANTIZED, class_bytes, encode, squared_error, step_sizes
 from freqdepth.drafts import BlockInput, Candidate, Draft, DraftSide
-from freqdepth.metric import Metric
 from freqdepth.shared import SharedSide
 from freqdepth.store import CoefficientStore
-from freqdepth.transform import align_layers, depth_klt, stack_features, unstack_features
+from freqdepth.transform import unstack_features
 
 if TYPE_CHECKING:
     from freqdepth.method import FreqDepth
@@ -34,13 +27,6 @@ if TYPE_CHECKING:
 _SAMPLE_TOKENS = 384
 # Candidate steps as multiples of a Gaussian's best one: heavier tails want wider steps.
 _STEP_MULTIPLES = (1.0, 1.35, 1.8)
-
-
-# Width of the basis column of a coefficient by the coefficient's: a column is felt by every token. Measured over three
-# windows at 10% of a bf16 cache, KL in nats: this 0.023; 4, 4, 6, 8, 8 bits 0.025; 4 bits for coefficients of 4, 0.06.
-_BASIS_BITS = {2: 3, 3: 4, 4: 5, 6: 7, 8: 8, UNQUANTIZED: UNQUANTIZED}
-# Most of a block's bytes that the metric's directions may take.
-_DIRECTION_SHARE = 0.04
 
 
 class SharedFitter:
@@ -56,91 +42,16 @@ class SharedFitter:
     def __init__(self, block: BlockInput, options: FreqDepth, heads: list[int], expected_bytes: float) -> None:
         self.block, self.options, self.heads = block, options, heads
         self.joint = options.heads == "joint"
-        every = heads == list(range(block.keys.shape[1]))
-        self.sides = []
-        for which, (x, rank) in enumerate(((block.keys, options.key_rank), (block.values, options.value_rank))):
-            mine = x if every else x[:, heads]
-            fixed = rank if rank is None or isinstance(rank, int) else rank[block.index]
-            self.sides.append(self._candidate(mine, self._metric(which, expected_bytes), fixed, expected_bytes))
-
-    def _metric(self, which: int, expected_bytes: float) -> Metric:
-        """How errors of the keys (0) or values (1) are felt, rounded as it will be stored."""
-        probes, heads, count = self.block.probes, self.heads, 0
-        if which == 1:
-            channels = torch.stack([probe.value_weight[heads] for probe in probes]).square().unsqueeze(-1)
-            moment = torch.diag_embed(channels.expand(-1, -1, self.block.values.shape[-1]))
-        else:
-            joint = [probe.key_moment for probe in probes if probe.key_moment is not None]
-            if self.options.basis == "klt" and len(joint) == len(probes):
-                moment = torch.stack(joint)[:, heads]
-                # few on short prompts, where they would eat the budget
-                one = moment.shape[0] * moment.shape[1] * moment.shape[2] * self.block.dtype.itemsize
-                count = min(self.options.key_directions, int(_DIRECTION_SHARE * expected_bytes / one))
-            else:
-                moment = torch.diag_embed(torch.stack([probe.key_weight[heads] for probe in probes]).square())
-            moment = moment * self.options.key_emphasis
-        return Metric.of_moments(self._streams(moment), count, self.block.dtype)
-
-    def _streams(self, x: Tensor) -> Tensor:
-        """[J, H', ...] -> [J, S, Hs, ...]."""
-        return x.unsqueeze(1) if self.joint else x.unsqueeze(2)
-
-    def _candidate(self, x: Tensor, metric: Metric, rank: int | None, expected_bytes: float) -> Candidate:
-        mean = x.float().mean(2, keepdim=True).to(self.block.dtype)
-        centred = x.float() - mean.float()
-        if self.options.basis != "klt":
-            return self._dct_candidate(centred, metric, mean)
-        felt = metric.felt(self._streams(centred))
-        features = stack_features(felt.flatten(1, 2), self.joint)
-        size = features.shape[-1]
-        most = min(size, self._most_columns(expected_bytes, size) if rank is None else rank)
-        columns, energy = depth_klt(features, most, self.options.gram_tokens, self.options.subspace_iterations)
-        total = features[0].square().sum(-1).mean()
-        return Candidate(
-            features, self._streams(mean), metric, columns, None, features @ columns,
-            energy[0].cumsum(0) / total.clamp_min(1e-30),
-        )  # fmt: skip
-
-    def _most_columns(self, expected_bytes: float, size: int) -> int:
-        """Candidate columns: a fifth more than are worth their bytes when coefficients take three bits on average."""
-        plan = self.options.coefficient_plan
-        if plan is not None:
-            return sum(count for count, _ in plan)
-        streams = 1 if self.joint else len(self.heads)
-        tokens = self.block.keys.shape[2]
-        narrow = min(self.options.coefficient_bits)
-        bits = 8 * self.block.dtype.itemsize if narrow == UNQUANTIZED else max(narrow, 3)
-        column = (bits * tokens + self._basis_bits(narrow) * size) / 8
-        return max(1, math.ceil(1.2 * expected_bytes / (2 * streams * column)))
-
-    def _dct_candidate(self, centred: Tensor, metric: Metric, mean: Tensor) -> Candidate:
-        num_layers, num_heads, _, head_dim = centred.shape
-        rotation = None
-        if self.options.basis == "aligned_dct":
-            rotation = align_layers(centred).to(self.block.dtype)
-        count = min(self.options.low_frequencies, num_layers) * head_dim
-        basis = DctBasis(num_layers, num_heads, head_dim, rotation, torch.arange(count))
-        coefficients = basis.project(centred.unsqueeze(2), basis.whole())
-        energy = coefficients[0].square().sum(0).unflatten(0, (-1, head_dim)).sum(-1).cumsum(0)
-        # a column mixes all layers: its weight is their mean
-        return Candidate(
-            centred, self._streams(mean), metric, None, rotation, coefficients,
-            energy / centred[:, 0].square().sum().clamp_min(1e-30),
-        )  # fmt: skip
+        maker = CandidateMaker(block, options, heads, expected_bytes)
+        self.sides = [maker.side(which) for which in (0, 1)]
 
     # --- widths
-    def _basis_bits(self, bits: int) -> int:
-        """Width of the basis column of a coefficient of `bits`."""
-        if self.options.basis_bits is not None:
-            return self.options.basis_bits
-        return _BASIS_BITS[bits]
-
     def _unit_bytes(self, side: Candidate, bits: int) -> int:
         """Bytes of one coefficient (of every stream) stored in `bits`."""
         num_layers, streams, num_heads, head_dim = side.metric.shape
         codes = class_bytes(bits, self.block.keys.shape[2], self.block.dtype)
         if side.columns is not None:
-            codes += column_bytes(self._basis_bits(bits), num_layers, num_heads * head_dim, self.block.dtype)
+            codes += column_bytes(column_width(self.options, bits), num_layers, num_heads * head_dim, self.block.dtype)
         return streams * codes
 
     def fixed_bytes(self) -> int:
@@ -333,7 +244,7 @@ class SharedFitter:
             return DctBasis(num_layers, streams, head_dim, side.rotation, columns)
         widths: list[tuple[int, int]] = []
         for bits, count in coefficient_widths:
-            width = self._basis_bits(bits)
+            width = column_width(self.options, bits)
             if widths and widths[-1][0] == width:
                 count += widths.pop()[1]
             widths.append((width, count))

@@ -6,21 +6,18 @@ queries, d head dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from freqdepth.allocation import Offer, choose_levels
-from freqdepth.basis import DctBasis, KltBasis
 from freqdepth.compress import SharedFitter
-from freqdepth.drafts import BlockInput, Draft, DraftSide
-from freqdepth.layout import BlockReport, RowBlock
+from freqdepth.drafts import BlockInput, Draft
+from freqdepth.layout import RowBlock
 from freqdepth.losses import token_losses
-from freqdepth.residual import Corrections, ResidualStore, correction_bytes
-from freqdepth.shared import SharedSide
-from freqdepth.transform import dct_basis
+from freqdepth.plan import Plan, PlanWriter, correction_components
+from freqdepth.residual import correction_bytes
 
 if TYPE_CHECKING:
     from freqdepth.method import FreqDepth
@@ -45,36 +42,6 @@ class SmallestBytesError(ValueError):
         super().__init__(f"the block needs at least {smallest:.0f} bytes")
 
 
-@dataclass
-class Plan:
-    """Modes of a block and the shared form they go with.
-
-    Attributes:
-        fitter, draft: the shared form of `heads`.
-        heads: KV heads that are not exact.
-        exact: KV heads that are.
-        residual: those of `heads` with corrections.
-        losses: eq. 2's data term of each of `heads` in its mode.
-        order: middle tokens per stream, residual ones first: [S, M].
-        count: r.
-        price: λ, loss per byte.
-    """
-
-    fitter: SharedFitter
-    draft: Draft
-    heads: list[int]
-    exact: list[int]
-    residual: list[int]
-    losses: list[float]
-    order: Tensor
-    count: int
-    price: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.losses)
-
-
 class ModeChooser:
     """Chooses modes, residual size and widths together, so that the bytes are met with the least probe loss.
 
@@ -95,17 +62,17 @@ class ModeChooser:
         Raises:
             SmallestBytesError: the allowance is too small.
         """
-        row.joint = self.options.heads == "joint"
+        writer = PlanWriter(self.block, self.options, row)
         every = list(range(self.num_heads))
         if list(self.options.modes) == ["exact"]:
             self._need(self.num_heads * self.exact_bytes)
-            self._fill_exact(row, every, [])
+            writer.exact(every, [])
         elif self.options.basis == "none":
             affordable = int(self.allowed // self.exact_bytes)
             energy = self.block.token_weight.sum((0, 2))
-            self._fill_exact(row, *_split(every, energy.topk(min(affordable, self.num_heads)).indices.tolist()))
+            writer.exact(*_split(every, energy.topk(min(affordable, self.num_heads)).indices.tolist()))
         else:
-            self._store(row, self._best_plan(every))
+            writer.plan(self._best_plan(every))
 
     def _need(self, num_bytes: float) -> None:
         if num_bytes > self.allowed:
@@ -196,88 +163,10 @@ class ModeChooser:
         kept = count if residual else 0
         return Plan(fitter, draft, heads, exact, residual, chosen, order, kept, max(price, draft.price))
 
-    def _components(self) -> int:
-        """Depth components of a correction: every layer, or the DCT's high frequencies."""
-        if self.options.basis == "klt":
-            return self.num_layers
-        return self.num_layers - min(self.options.low_frequencies, self.num_layers)
-
     def _residual_bytes(self, count: int) -> float:
         """Bytes of one head's corrections of `count` tokens."""
         one = correction_bytes(count, self.head_dim, self.options.residual_bits, self.block.dtype)
-        return 2.0 * self._components() * one
-
-    # --- storing
-    def _fill_exact(self, row: RowBlock, exact: list[int], dropped: list[int]) -> None:
-        row.exact_heads, row.shared_heads = exact, dropped
-        self._store_exact(row, exact)
-        self._hide(row)
-        modes = ["exact" if head in exact else "shared" for head in range(self.num_heads)]
-        row.report = BlockReport(modes, [0.0] * self.num_heads)
-
-    def _store_exact(self, row: RowBlock, heads: list[int]) -> None:
-        row.exact_keys = [keys[heads].to(self.block.dtype) for keys in self.block.exact_keys]
-        row.exact_values = [values[heads].to(self.block.dtype) for values in self.block.values]
-
-    def _store(self, row: RowBlock, plan: Plan) -> None:
-        keys, values = plan.fitter.store(plan.draft)
-        row.shared_heads, row.exact_heads = plan.heads, plan.exact
-        row.keys, row.values = keys, values
-        if plan.exact:
-            self._store_exact(row, plan.exact)
-        self._hide(row)
-        if plan.count:
-            self._reorder(row, plan)
-            row.residual_keys = self._residual(0, keys, plan.draft.keys, plan)
-            row.residual_values = self._residual(1, values, plan.draft.values, plan)
-        losses = dict(zip(plan.heads, plan.losses, strict=True))
-        named = {**dict.fromkeys(plan.exact, "exact"), **dict.fromkeys(plan.residual, "residual")}
-        row.report = BlockReport(
-            [named.get(head, "shared") for head in range(self.num_heads)],
-            [losses.get(head, 0.0) for head in range(self.num_heads)],
-            plan.price,
-            plan.fitter.sides[0].energy.tolist(),
-            plan.fitter.sides[1].energy.tolist(),
-            plan.draft.keys.widths,
-            plan.draft.values.widths,
-        )
-
-    def _hide(self, row: RowBlock) -> None:
-        """Note where the tokens stand that are in the window as well."""
-        if self.block.num_hidden:
-            places = torch.arange(
-                self.num_tokens - self.block.num_hidden, self.num_tokens, device=self.block.keys.device
-            )
-            row.hidden = places.repeat(self.num_heads, 1)
-
-    def _reorder(self, row: RowBlock, plan: Plan) -> None:
-        """Move the residual tokens to the front of every stream's token order."""
-        for side in (row.keys, row.values):
-            assert side is not None
-            side.coefficients.reorder(plan.order)
-        if row.positions is not None:
-            row.positions = row.positions.expand(plan.order.shape[0], -1).gather(1, plan.order)
-        if row.hidden is not None:
-            row.hidden[plan.heads] = plan.order.argsort(-1)[:, -self.block.num_hidden :].expand(len(plan.heads), -1)
-
-    def _residual(self, which: int, side: SharedSide, draft: DraftSide, plan: Plan) -> ResidualStore:
-        """Corrections of the residual heads' first tokens, as stored components."""
-        members = [plan.heads.index(head) for head in plan.residual]
-        picked = plan.fitter.errors(which, draft, plan.order[:, : plan.count])[:, members]
-        mixing = rotation = None
-        if isinstance(side.basis, KltBasis):
-            every = plan.fitter.errors(which, draft, plan.order[:, : plan.count])
-            felt = side.basis.metric.felt(every.unflatten(1, side.basis.metric.shape[1:3])).flatten(1, 2)
-            picked = felt[:, members]
-        if isinstance(side.basis, DctBasis):
-            if side.basis.rotation is not None:
-                rotation = side.basis.rotation[:, members]
-                picked = picked @ rotation.float()
-            first = self.num_layers - self._components()
-            mixing = dct_basis(self.num_layers, picked.device)[first:].T.contiguous()  # [J, components]
-            picked = torch.einsum("jc,jhrd->chrd", mixing, picked)
-        components = Corrections(picked.flatten(0, 1), self.options.residual_bits, self.block.dtype)
-        return ResidualStore(plan.residual, members, components, mixing, rotation)
+        return 2.0 * correction_components(self.options, self.num_layers) * one
 
 
 # Share of a corrected token's squared error that a correction of so many bits leaves (asymmetric groups of channels).

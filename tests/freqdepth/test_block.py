@@ -15,7 +15,8 @@ import torch
 import kvcore.baselines  # noqa: F401 - registers `full`
 from freqdepth.cache import FreqDepthCache, LayerBlock
 from freqdepth.method import FreqDepth
-from freqdepth.modes import ModeChooser, SmallestBytesError
+from freqdepth.modes import SmallestBytesError
+from freqdepth.plan import PlanWriter
 from freqdepth.probe import ProbeCollector, ProbePlan, attention_entropy, probe_layer
 from freqdepth.window import FLOAT8, restored, rounded, window_scale
 from kvcore.attention import attach, prefill
@@ -315,8 +316,8 @@ def test_a_rare_passage_in_repetitive_text_is_corrected(model, monkeypatch, wher
     ids = torch.arange(5, 13).repeat(32)
     ids[where : where + 6] = torch.tensor([250, 133, 277, 181, 219, 166])
     plans = []
-    store = ModeChooser._store
-    monkeypatch.setattr(ModeChooser, "_store", lambda self, row, plan: (plans.append(plan), store(self, row, plan)))
+    store = PlanWriter.plan
+    monkeypatch.setattr(PlanWriter, "plan", lambda self, plan: (plans.append(plan), store(self, plan)))
     prefill(model, build_method("freqdepth", block_size=4).new_cache(model, budget=0.25), ids[None])
     corrected = plans[0].order[0, : plans[0].count] + 4  # after the sinks
     # 2% of the tokens, but most of what is corrected
