@@ -34,14 +34,7 @@ def column_width(options: FreqDepth, bits: int) -> int:
 
 
 class CandidateMaker:
-    """Transforms a set of heads.
-
-    Args:
-        block: the input.
-        options: of the method.
-        heads: the KV heads that share.
-        expected_bytes: bytes about to be spent, which bounds the candidate columns.
-    """
+    """Transforms a set of heads; arguments as of `SharedFitter`."""
 
     def __init__(self, block: BlockInput, options: FreqDepth, heads: list[int], expected_bytes: float) -> None:
         self.block, self.options, self.heads, self.expected_bytes = block, options, heads, expected_bytes

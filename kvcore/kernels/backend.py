@@ -76,6 +76,7 @@ def backend_report() -> dict[str, str]:
     return {
         "triton": "on (interpreter)" if reason is None and interpreted() else _state(reason),
         "cpu products in C": _state(native.off_reason()),
+        "threads in C": _state(native.off_reason() or native.one_thread_reason()),
         "cpu bf16 matrix units": _state(None if bf16 else "the processor has neither AMX nor AVX512-BF16"),
     }
 

@@ -6,6 +6,8 @@ Legend: n byte rows, K coefficients, F fields of a byte, R rows of digits.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cases import Operands, Shape, coordinates, depth
@@ -187,10 +189,19 @@ def test_what_does_not_fit_is_refused() -> None:
         native.add_plane_codes(torch.zeros(1, 6, 32, dtype=torch.uint8).mT, packed[None], 2, [(0, 6, 0)])
 
 
+def test_the_report_says_when_there_is_but_one_thread(monkeypatch) -> None:
+    library = SimpleNamespace(lines_parallel=lambda: 0)
+    monkeypatch.setattr(native, "_loaded", lambda: (library, "on"))
+    report = backend_report()
+    assert report["cpu products in C"] == "on"
+    assert report["threads in C"].startswith("off: torch brings no OpenMP library")
+
+
 def test_off_by_choice_without_a_compiler_and_with_a_broken_one(monkeypatch, fresh) -> None:
     monkeypatch.setenv("KVCORE_NATIVE", "0")
     assert native.off_reason() == "KVCORE_NATIVE=0"
-    assert backend_report()["cpu products in C"] == "off: KVCORE_NATIVE=0"
+    report = backend_report()
+    assert report["cpu products in C"] == report["threads in C"] == "off: KVCORE_NATIVE=0"
     with pytest.raises(RuntimeError, match="KVCORE_NATIVE=0"):
         native.add_plane_mix(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), 4)
     with pytest.raises(RuntimeError, match="KVCORE_NATIVE=0"):

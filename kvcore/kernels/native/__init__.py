@@ -85,6 +85,14 @@ def _built(compiler: str) -> Path:
     return library
 
 
+def one_thread_reason() -> str | None:
+    """Why the products that could use several threads do not; None when they do, or are not available at all."""
+    library, _ = _loaded()
+    if library is None or library.lines_parallel():
+        return None
+    return "torch brings no OpenMP library with GOMP_parallel"
+
+
 def off_reason() -> str | None:
     """Why the products are not available in this process; None when they are."""
     library, reason = _loaded()

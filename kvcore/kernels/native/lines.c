@@ -23,6 +23,9 @@ typedef struct {
 
 int lines_supported(void) { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
 
+// Whether there is a pool of threads: without one everything runs in the calling thread.
+int lines_parallel(void) { return GOMP_parallel != 0; }
+
 // Tiles of a stream.
 int64_t lines_tiles(int64_t eighth) { return (eighth + SIDE - 1) / SIDE; }
 
