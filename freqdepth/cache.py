@@ -81,9 +81,7 @@ class LayerBlock(BatchedState):
             sinks = last = min(policy.num_sinks, policy.limit // 2)
             last = max(num_tokens - (policy.limit - sinks), sinks)
         windows = [[torch.cat([x[:, :sinks], x[:, last:]], dim=1) for x in side] for side in zip(*pairs, strict=True)]
-        # a prompt that is nothing but its window stays as it is
-        dtype = self.options.window_dtype(self.spec.dtype) if policy.limit is None else self.spec.dtype
-        row = RowBlock(windows[0], windows[1], policy, dtype)
+        row = RowBlock(windows[0], windows[1], policy)
         if policy.limit is None:
             # compressed with the rest, corrections included, and hidden until they leave the window: what is folded in
             # later has to make do with a transform that never saw it
@@ -127,7 +125,7 @@ class LayerBlock(BatchedState):
 
     def _window_bytes(self, policy: WindowPolicy) -> int:
         lines = len(self.members) * self.spec.num_kv_heads
-        return lines * window_entry_bytes(self.options, self.spec, policy.num_sinks + policy.window + policy.fold - 1)
+        return lines * window_line_bytes(policy, self.spec)
 
     def _middle_share(self, tokens: int) -> float:
         """Share of the middle's bytes to use now: a budget in tokens stays the same while the text grows."""
@@ -147,24 +145,25 @@ class LayerBlock(BatchedState):
                 pass
 
 
-def window_entry_bytes(options: FreqDepth, spec: ModelSpec, tokens: int) -> int:
-    """Bytes that the window takes for `tokens` tokens of one layer and KV head, the scales of 8-bit floats included."""
-    stored = options.window_dtype(spec.dtype)
-    scales = 0 if stored == spec.dtype else 2 * torch.float32.itemsize
-    return tokens * spec.entry_bytes * stored.itemsize // spec.dtype.itemsize + scales
+def window_line_bytes(policy: WindowPolicy, spec: ModelSpec) -> int:
+    """Bytes of sinks and fullest window of one layer and KV head, the scales of 8-bit floats included."""
+    tokens = policy.num_sinks + policy.window + policy.fold - 1
+    scales = 0 if policy.dtype == spec.dtype else 2 * torch.float32.itemsize
+    return tokens * spec.entry_bytes * policy.dtype.itemsize // spec.dtype.itemsize + scales
 
 
 def window_policy(options: FreqDepth, budget: Budget, tokens: int, dtype: torch.dtype) -> WindowPolicy:
     """The near tokens of a row of `tokens` prompt tokens of `dtype`: fewer on short prompts, where they would eat the
-    budget."""
+    budget. A prompt that is nothing but its window stays as it is."""
     worth = budget.share(tokens) * tokens
-    policy = WindowPolicy(options.num_sinks, options.window, options.fold)
-    affordable = int(_WINDOW_SHARE * worth * dtype.itemsize / options.window_dtype(dtype).itemsize)
+    stored = options.window_dtype(dtype, budget.share(tokens))
+    policy = WindowPolicy(stored, options.num_sinks, options.window, options.fold)
+    affordable = int(_WINDOW_SHARE * worth * dtype.itemsize / stored.itemsize)
     if policy.num_sinks + policy.window + policy.fold > affordable:
         sinks = min(options.num_sinks, affordable // 4)
-        policy = WindowPolicy(sinks, max(1, min(options.window, affordable - sinks - 8)), 8)
+        policy = WindowPolicy(stored, sinks, max(1, min(options.window, affordable - sinks - 8)), 8)
     if worth < options.min_entries or tokens - policy.num_sinks - policy.window < _SMALLEST_MIDDLE:
-        policy.limit = max(1, budget.entries(tokens))
+        policy.dtype, policy.limit = dtype, max(1, budget.entries(tokens))
     return policy
 
 

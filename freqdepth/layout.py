@@ -52,15 +52,17 @@ class BlockReport:
 
 @dataclass
 class WindowPolicy:
-    """How many exact tokens a row keeps.
+    """How many tokens a row keeps apart, and how.
 
     Attributes:
+        dtype: that they are stored in.
         num_sinks: first tokens, kept for good.
-        window: newest tokens, always exact.
+        window: newest tokens, never folded.
         fold: tokens folded at a time: the window holds `window` to `window + fold - 1` tokens after a step.
         limit: with nothing to fold into (a very short prompt), the most tokens kept; None otherwise.
     """
 
+    dtype: torch.dtype
     num_sinks: int
     window: int
     fold: int
@@ -81,13 +83,11 @@ class RowBlock(BatchedState):
         hidden: places in the middle [H, n], oldest first, of the prompt's tokens that are still in the window.
     """
 
-    def __init__(
-        self, window_keys: list[Tensor], window_values: list[Tensor], policy: WindowPolicy, dtype: torch.dtype
-    ) -> None:
-        """`window_keys`, `window_values`: per layer [H, W, d], any dtype; they are stored in `dtype`."""
-        self.policy, self.window_dtype = policy, dtype
+    def __init__(self, window_keys: list[Tensor], window_values: list[Tensor], policy: WindowPolicy) -> None:
+        """`window_keys`, `window_values`: per layer [H, W, d], any dtype; they are stored in the policy's."""
+        self.policy = policy
         self.key_scale, self.value_scale = (
-            [window_scale(x) if dtype == FLOAT8 else None for x in side] for side in (window_keys, window_values)
+            [window_scale(x) if policy.dtype == FLOAT8 else None for x in side] for side in (window_keys, window_values)
         )
         self.window_keys = self._rounded(window_keys, self.key_scale)
         self.window_values = self._rounded(window_values, self.value_scale)
@@ -107,7 +107,7 @@ class RowBlock(BatchedState):
         self.report = BlockReport([])
 
     def _rounded(self, window: list[Tensor], scales: list[Tensor | None]) -> list[Tensor]:
-        return [rounded(x, self.window_dtype, scale) for x, scale in zip(window, scales, strict=True)]
+        return [rounded(x, self.policy.dtype, scale) for x, scale in zip(window, scales, strict=True)]
 
     @property
     def num_middle(self) -> int:
@@ -153,7 +153,7 @@ class RowBlock(BatchedState):
         output = torch.matmul(weights[..., -near:].to(value.dtype), window_values)
         if self.num_middle:
             output = output + self._middle_output(layer, weights[..., :-near]).to(value.dtype)
-        new_key, new_value = rounded(key, self.window_dtype, key_scale), rounded(value, self.window_dtype, value_scale)
+        new_key, new_value = rounded(key, self.policy.dtype, key_scale), rounded(value, self.policy.dtype, value_scale)
         self.window_keys[layer] = torch.cat([self.window_keys[layer], new_key], dim=1)
         self.window_values[layer] = torch.cat([self.window_values[layer], new_value], dim=1)
         return output.unflatten(1, (-1, num_queries)).flatten(0, 1)
@@ -227,7 +227,7 @@ class RowBlock(BatchedState):
 
     def _window_tokens(self, window: list[Tensor], scales: list[Tensor | None], first: int, last: int) -> Tensor:
         """Tokens of all layers [J, H, F, d], in fp32 where they are stored as 8-bit floats."""
-        dtype = torch.float32 if self.window_dtype == FLOAT8 else self.window_dtype
+        dtype = torch.float32 if self.policy.dtype == FLOAT8 else self.policy.dtype
         parts = zip(window, scales, strict=True)
         return torch.stack([restored(x[:, first:last], dtype, scale) for x, scale in parts])
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import freqdepth
 import kvcore.baselines
 import sekv
-from freqdepth.cache import window_entry_bytes, window_policy
+from freqdepth.cache import window_line_bytes, window_policy
 from freqdepth.method import FreqDepth
 from kvcore.backbone import BackboneConfig
 from kvcore.baselines.quest import Quest
@@ -144,7 +144,7 @@ def plan_freqdepth(method: FreqDepth, spec: ModelSpec, budget: Budget, context: 
     heads = spec.num_layers * spec.num_kv_heads
     if policy.limit is not None:
         return MemoryPlan({"exact tokens": policy.limit * spec.entry_bytes * heads}, traffic=0.0)
-    window = heads * window_entry_bytes(method, spec, policy.num_sinks + policy.window + policy.fold - 1)
+    window = heads * window_line_bytes(policy, spec)
     middle = context - policy.num_sinks - policy.window % policy.fold
     side = method.block_size * spec.head_dim * (spec.num_kv_heads if method.heads == "joint" else 1)
     coefficient = middle * NOMINAL_BITS / 8  # of one coefficient: a number per token, ...

@@ -225,7 +225,7 @@ def test_unreachable_budget_names_the_smallest_and_the_levers(model, options, bu
 def test_modes_of_the_published_form_follow_the_budget(model) -> None:
     """More bytes turn shared heads into residual and exact ones; the probe's loss falls; the bytes are met."""
     published = {"basis": "dct", "heads": "single", "block_size": 2, "coefficient_bits": (16,), "residual_bits": 16,
-                 "probe_weighting": "uniform"}  # fmt: skip
+                 "probe_weighting": "uniform", "window": 16}  # fmt: skip
     losses, seen = [], set()
     for budget in (0.6, 0.75, 0.9):
         cache = build_method("freqdepth", **published).new_cache(model, budget=budget)

@@ -177,13 +177,30 @@ def test_prefill_holds_one_block_in_full(model) -> None:
     assert cache.ledger.prefill_device_bytes <= full * (2 / 4 + 0.3)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "budget", "exact"),
+    [
+        (torch.bfloat16, 0.1, False),
+        (torch.bfloat16, 0.15, True),
+        (torch.bfloat16, 0.26, True),
+        (torch.float32, 0.05, False),
+        (torch.float32, 0.1, True),
+    ],
+)
+def test_the_window_is_exact_where_the_budget_has_two_bits_per_number(dtype, budget, exact) -> None:
+    for bits, kept in ((None, exact), (8, False), (16, True)):
+        stored = build_method("freqdepth", window_bits=bits).window_dtype(dtype, budget)
+        assert stored == (dtype if kept else torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("window_bits", [8, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes_and_multi_query(dtype: torch.dtype) -> None:
+def test_dtypes_and_multi_query(dtype: torch.dtype, window_bits: int) -> None:
     small = {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 1, "eos_token_id": None}
     tiny = build_tiny(dtype=dtype, num_hidden_layers=4, **small)[0]
-    cache = new_cache(tiny, 0.4)
+    cache = new_cache(tiny, 0.4, window_bits=window_bits)
     generate(tiny, prompt(200, 0), cache)
-    assert cache.blocks[0].rows[0].window_keys[0].dtype == torch.float8_e4m3fn
+    assert cache.blocks[0].rows[0].window_keys[0].dtype == (torch.float8_e4m3fn if window_bits == 8 else dtype)
     assert cache.ledger.device_share <= 0.4 * 1.02
 
 
