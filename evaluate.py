@@ -52,7 +52,9 @@ def evaluate_job(config: DictConfig) -> None:
 
 def output_folder(plain: dict[str, object]) -> Path:
     """The run's own folder: named by its configuration, so that the same command resumes and others never collide."""
-    identity = {key: value for key, value in plain.items() if key not in ("output_dir", "plots", "logger")}
+    identity = {
+        key: value for key, value in plain.items() if key not in ("output_dir", "plots", "logger", "finished_only")
+    }
     given = plain["output_dir"]
     if given is None:
         return Path("outputs") / f"evaluate-{config_hash(identity)}"

@@ -67,6 +67,7 @@ def toy_config(**changes) -> dict:
         "limit": None,
         "compress_question": False,
         "plots": False,
+        "finished_only": False,
     }
     for path, value in changes.items():
         node, *rest = path.split("__")

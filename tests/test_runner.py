@@ -63,6 +63,22 @@ def kept_keys(monkeypatch, backbone, question, compress_question):
     return caches[0]
 
 
+def test_the_finished_samples_of_an_unfinished_run_can_be_looked_at(tmp_path):
+    with pytest.raises(ValueError, match="holds no finished sample"):
+        evaluate(*toy_plan(finished_only=True), tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        Calls(patch, stop_after=7)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(*toy_plan(), tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        ran = Calls(patch).ran
+        seen = evaluate(*toy_plan(finished_only=True), tmp_path)
+        assert not ran
+    assert {row["n"] for row in seen["summary"] if row["task"] == "all"} == {3}
+    whole = evaluate(*toy_plan(), tmp_path)
+    assert [row for row in whole["samples"] if row in seen["samples"]] == seen["samples"]
+
+
 @pytest.mark.parametrize("compress_question", [False, True])
 def test_g8_the_kept_set_depends_on_the_question_only_when_told_so(monkeypatch, backbone, compress_question):
     kept = [kept_keys(monkeypatch, backbone, q, compress_question) for q in ("Where is it?", "When was it?")]

@@ -8,7 +8,7 @@ would be another result for methods that choose once a step.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 
 from kvcore.bench.base import Sample
@@ -66,6 +66,9 @@ def work_groups(
         share_context: whether a context may be read once for several samples.
         batch_size: most rows of a batch.
         lengths: see `batches`; needed for a batch size above 1.
+
+    Returns:
+        The groups in the order in which they are run (see `in_turns`).
     """
     made: list[Numbered] = []
     single: Numbered = []
@@ -88,4 +91,16 @@ def work_groups(
         size = max(1, min(batch_size, -(-len(single) // num_processes)))
         of_single = [lengths[number] for number, _ in single]
         made += [[single[i] for i in batch] for batch in batches([sample for _, sample in single], of_single, size)]
-    return sorted(made, key=lambda group: min(number for number, _ in group))
+    return in_turns(sorted(made, key=lambda group: min(number for number, _ in group)))
+
+
+def in_turns(groups: Sequence[Numbered]) -> list[Numbered]:
+    """The groups, every task and length having its first before any has its second: what an interrupted run has
+    finished says something of all of them."""
+    taken: Counter[Hashable] = Counter()
+    turns = []
+    for group in groups:
+        place = group[0][1].task, group[0][1].context_length
+        turns.append(taken[place])
+        taken[place] += 1
+    return [group for _, group in sorted(zip(turns, groups, strict=True), key=lambda pair: pair[0])]

@@ -26,7 +26,7 @@ from kvcore.tracking import LoggerConfig
 ON_UNREACHABLE = ("error", "skip")
 TOP_LEVEL_KEYS = (
     *("backbone", "method", "bench", "logger", "budget", "budget_scope", "on_unreachable", "data_dir", "output_dir"),
-    *("seed", "limit", "compress_question", "plots"),
+    *("seed", "limit", "compress_question", "plots", "finished_only"),
 )
 OWN_BUDGET = "_budget_"  # of a method's node: a budget or a list, in place of the run's
 TOP_LEVEL_BENCH_OPTIONS = ("data_dir", "limit", "seed", "compress_question")
@@ -42,6 +42,7 @@ class EvaluationPlan:
         runs: every method at every budget; a method that ignores budgets appears once, at 1.0.
         logger: wandb options.
         on_unreachable: `error`, or `skip` for tables where some methods cannot reach some budgets.
+        finished_only: the results of the samples that are finished; none is run.
     """
 
     backbone: BackboneConfig
@@ -49,6 +50,7 @@ class EvaluationPlan:
     runs: list[MethodRun]
     logger: LoggerConfig
     on_unreachable: str = "error"
+    finished_only: bool = False
 
     def run_key(self, bench: Benchmark, run: MethodRun) -> str:
         """Hash of everything that can change a result row."""
@@ -77,6 +79,7 @@ def evaluation_plan(config: dict[str, Any]) -> EvaluationPlan:
     require_keys(config, (key for key in TOP_LEVEL_KEYS if key not in ("method", "bench")))
     check_output_dir(config["output_dir"])
     check_flag(config["plots"], "plots")
+    check_flag(config["finished_only"], "finished_only")
     check_seed(config["seed"])
     methods, benches = mapping(config.get("method"), "method"), mapping(config.get("bench"), "bench")
     scope = config["budget_scope"]
@@ -96,6 +99,7 @@ def evaluation_plan(config: dict[str, Any]) -> EvaluationPlan:
         runs=_runs(methods, budgets, scope),
         logger=typed_options(LoggerConfig, config["logger"], "logger"),
         on_unreachable=config["on_unreachable"],
+        finished_only=config["finished_only"],
     )
 
 

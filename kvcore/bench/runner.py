@@ -67,7 +67,7 @@ class OutputFolder:
 
 
 def evaluate(plan: EvaluationPlan, config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run everything of a plan that has no row yet, then write `results.json`.
+    """Run everything of a plan that has no row yet (nothing with `finished_only`), then write `results.json`.
 
     Args:
         plan: the validated plan.
@@ -87,12 +87,15 @@ def evaluate(plan: EvaluationPlan, config: dict[str, Any], folder: Path) -> dict
         backbone = load_backbone(plan.backbone)
         runs = reachable_runs(plan, backbone)
         store = SampleStore(folder, state.process_index)
-        for bench in plan.benches:
+        for bench in () if plan.finished_only else plan.benches:
             _run_bench(bench, plan, runs, backbone, store, state)
         state.wait_for_everyone()
         store.reload()
         keys = [plan.run_key(bench, run) for bench in plan.benches for run in runs]
-        results = assemble(plan, config, backbone, store.select(keys))
+        rows = store.select(keys)
+        if plan.finished_only and not rows:
+            raise ValueError(f"finished_only=true: {folder} holds no finished sample of this configuration")
+        results = assemble(plan, config, backbone, rows)
         if state.is_main_process:
             _write_results(folder, results)
         state.wait_for_everyone()

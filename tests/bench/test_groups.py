@@ -17,3 +17,17 @@ def test_a_shared_context_is_cut_into_groups(num_processes, sizes):
     assert [len(group) for group in groups] == sizes
     assert max(sizes) <= LARGEST_GROUP
     assert [sample for group in groups for sample in group] == samples
+
+
+def test_every_task_and_length_has_its_first_group_before_any_has_its_second():
+    places = [("a", 100)] * 5 + [("b", 100)] * 3 + [("a", 200)] * 4
+    samples = [
+        (i, Sample(id=str(i), task=task, context=f"{i}", context_length=length))
+        for i, (task, length) in enumerate(places)
+    ]
+    groups = work_groups(samples, batch_size=2, lengths=[(100, 5) for _ in samples])
+    assert sorted(number for group in groups for number, _ in group) == list(range(12))
+    order = [(group[0][1].task, group[0][1].context_length) for group in groups]
+    turns = [order[:i].count(place) for i, place in enumerate(order)]
+    assert turns == sorted(turns) and turns.count(0) == 3
+    assert order[:3] == [("a", 100), ("b", 100), ("a", 200)]
