@@ -139,6 +139,7 @@ class Ledger:
         prefill_device_bytes: device bytes at the peak of the prefill (staged keys and values included).
         attended_share: mean attended entries per head and step, as a share of the tokens so far.
         h2d_bytes: host-to-device bytes moved while decoding.
+        h2d_stall_seconds: how long decode steps waited for them, as far as the device has come.
         decode_tokens: tokens decoded.
         rows: batch rows.
     """
@@ -148,6 +149,7 @@ class Ledger:
     device_share: float = 0.0
     prefill_device_bytes: int = 0
     h2d_bytes: int = 0
+    h2d_stall_seconds: float = 0.0
     decode_tokens: int = 0
     rows: int = 1
     _attended_sum: float = 0.0
@@ -173,6 +175,11 @@ class Ledger:
         """Host-to-device bytes per decoded token and batch row."""
         return self.h2d_bytes / max(self.decode_tokens * self.rows, 1)
 
+    @property
+    def h2d_stall_ms_per_token(self) -> float:
+        """Milliseconds that steps waited for host rows, per decoded token and batch row."""
+        return 1000 * self.h2d_stall_seconds / max(self.decode_tokens * self.rows, 1)
+
     def as_row(self) -> dict[str, float | int]:
         """The columns of a result row."""
         return {
@@ -181,6 +188,7 @@ class Ledger:
             "host_bytes": self.host_bytes,
             "attended_share": self.attended_share,
             "h2d_bytes_per_token": self.h2d_bytes_per_token,
+            "h2d_stall_ms_per_token": self.h2d_stall_ms_per_token,
             "prefill_device_bytes": self.prefill_device_bytes,
         }
 

@@ -183,6 +183,8 @@ class CompressedCache(Cache):
             self.step_finished(model, input_ids, hidden)
             self.ledger.decode_tokens += self._forward_tokens
             self._record_memory()
+            links = {layer.link for layer in self.layers if layer.link is not None}
+            self.ledger.h2d_stall_seconds = sum(link.stalled_seconds() for link in links)
         self._forward_tokens = 0  # a later forward that nobody announced is told by it
 
     # --- what a method may override

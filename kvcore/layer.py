@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcore.budget import Budget, ModelSpec
 from kvcore.state import BatchedState
+from kvcore.transfer import HostLink
 
 
 @dataclass
@@ -47,6 +48,7 @@ class CacheLayer(BatchedState, CacheLayerMixin):
         attended: set by `attend`: mean attended entries per row and KV head in the latest step (float or 0-d tensor).
         fetched_bytes: set by `attend` of methods that keep tokens on the host: bytes moved to the device in the
             latest step, over all rows and KV heads.
+        link: how they were moved; None when nothing is.
     """
 
     is_croppable = False
@@ -56,6 +58,7 @@ class CacheLayer(BatchedState, CacheLayerMixin):
         self.spec, self.budget, self.layer_idx = spec, budget, layer_idx
         self.attended: float | Tensor = 0.0
         self.fetched_bytes = 0
+        self.link: HostLink | None = None
         self._length = 0
 
     def observe(self, query: Tensor, keys: Tensor, padding: list[int], scale: float) -> None:

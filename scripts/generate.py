@@ -118,7 +118,7 @@ def statistics(cache: CompressedCache, read: int, written: int, prefill_seconds:
         f"device {ledger.device_bytes / 2**20:.2f} MiB = {100 * ledger.device_share:.1f}% of the full cache",
         f"host {ledger.host_bytes / 2**20:.2f} MiB",
         f"attended {100 * ledger.attended_share:.1f}%",
-        f"fetched {ledger.h2d_bytes_per_token / 1024:.0f} KiB per token",
+        f"fetched {ledger.h2d_bytes_per_token / 1024:.0f} KiB per token, {ledger.h2d_stall_ms_per_token:.1f} ms waited",
     ]
     zoom = cache.zoom_statistics() if isinstance(cache, sekv.SeKVCache) else None
     if zoom is not None and zoom.hit_rate is not None:

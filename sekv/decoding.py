@@ -70,6 +70,7 @@ class DecodingLayer(CacheLayer):
     ) -> None:
         super().__init__(spec, budget, layer_idx)
         self.options, self.planner, self.router, self.shared = options, planner, router, shared
+        self.link = shared.link
         self.observer: PromptObserver | None = PromptObserver(options.warm_queries)  # until the prompt is read
         self.sketch: Sketch | None = None  # until the map owns it
         self.window: Window | None = None
@@ -129,18 +130,19 @@ class DecodingLayer(CacheLayer):
         slots = _masked(dot(slot_query, slot_keys), self.slots.hidden())
         self._attended = self.window.mean_tokens() - (num_queries - 1) / 2
         decision = None if self.map is None else self.map.decide(self._view(query, recent, slots))
-        fetched = None
+        fetching = fetched = None
         if decision is None:
             shares = Shares.of(recent, slots)
         else:
             assert self.store is not None and self.room is not None
             # with several tokens per forward the layer before may have grown further
             self.shared.buffer.reserve(self.slots.rows, self._room_limits[1])
-            limits, buffer = self._room_limits, self.shared.buffer
-            fetched = fetch(decision.want, decision.first, self.room, limits, self.store, buffer)
-            shares = decision.shares(None if fetched is None else fetched.token)
-        blend = self._resident(shares, Entries(recent_values.float()), slot_values)
-        if decision is not None and fetched is not None:
+            link, limits = self.shared.link, self._room_limits
+            fetching = fetch(decision.want, decision.first, self.room, limits, self.store, link)
+            shares = decision.shares(None if fetching is None else fetching.token)
+        blend = self._resident(shares, Entries(recent_values.float()), slot_values)  # while the fetched rows travel
+        if decision is not None and fetching is not None:
+            fetched = fetching.arrive(self.shared.buffer)
             blend = self._with_fetched(blend, slot_query, decision, fetched)
         self._count_slots(None if decision is None else decision.slot_visible)
         if decision is None:
@@ -194,12 +196,13 @@ class DecodingLayer(CacheLayer):
         """The fetched tokens are attended exactly, in the same softmax."""
         assert self.codec is not None
         keys, values = self.codec.numbers(fetched.rows)
-        logits = _masked(dot(slot_query, keys), fetched.padding.unsqueeze(2))
-        visible = decision.fetched_visible(fetched.token)
+        padding = fetched.asked.padding
+        logits = _masked(dot(slot_query, keys), padding.unsqueeze(2))
+        visible = decision.fetched_visible(fetched.asked.token)
         if visible is None:
-            self._attended += fetched.count / (fetched.padding.shape[0] * fetched.padding.shape[1])
+            self._attended += fetched.asked.count / (padding.shape[0] * padding.shape[1])
             return blend.with_logits(logits, values)
-        self._attended += _mean_seen(~fetched.padding, visible)
+        self._attended += _mean_seen(~padding, visible)
         return blend.with_logits(logits.masked_fill_(~visible, HIDDEN), values)
 
     def _after(self, decision: Decision, fetched: Fetched | None, num_queries: int) -> None:
@@ -213,11 +216,12 @@ class DecodingLayer(CacheLayer):
                 statistics.record(self.layer_idx, decision.zoomed, decision.want.shape[-1])
         self.slots.use(decision.slot_used, num_queries)
         if fetched is not None:
-            statistics.moved_bytes += fetched.count * row
+            asked = fetched.asked
+            statistics.moved_bytes += asked.count * row
             self.fetched_bytes += fetched.moved_bytes if self.options.offload else 0
             if self.options.factor_cache and (num_queries > 1 or self.step % PUT_EVERY == 0):
-                width = fetched.token.shape[2]
-                self.slots.put(fetched.moved, fetched.head, fetched.newest, fetched.moved_token, width)
+                width = asked.token.shape[2]
+                self.slots.put(fetched.moved, asked.head, asked.newest, asked.moved_token, width)
 
     def _count_slots(self, visible: Tensor | None) -> None:
         """Add the attended slots per row and KV head."""

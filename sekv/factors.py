@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvcore.state import HostState
+from kvcore.transfer import HostLink
 from sekv.lowrank import Factors, rows_are_cheaper, truncated_svd
 from sekv.routing import Router
-from sekv.rows import Rows, TokenStore
+from sekv.rows import Rows, RowTransfer, TokenStore
 from sekv.window import Block, write_columns
 
 SURVIVES = 0.5  # a component whose gate is below does not travel
@@ -56,30 +57,35 @@ class FactorStore(HostState):
         self.used = self.raw_index.shape[1]
         return token
 
-    def fetch(self, head: Tensor, token: Tensor, device: torch.device) -> tuple[Rows, int]:
-        """See `TokenStore.fetch`. Left rows of the tokens and right factors of their spans travel, once per span."""
-        head, token = head.cpu(), token.cpu()
-        row = head // self.left.shape[1]
-        place = self.raw_index[row, token]
-        is_raw = place >= 0
-        raw, moved = self.raw.fetch(head[is_raw], place[is_raw], device)
-        data = raw.data.new_empty(head.shape[0], raw.data.shape[-1])
-        data[is_raw.to(device)] = raw.data
-        if bool((~is_raw).any()):
-            rows, factor_bytes = self._factor_rows(head[~is_raw], token[~is_raw], device)
-            data[(~is_raw).to(device)] = rows.to(data.dtype)
-            moved += factor_bytes
-        return Rows(data, None), moved
+    def request(self, head: Tensor, token: Tensor, link: HostLink) -> RowTransfer:
+        """See `TokenStore.request`. Left rows of the tokens and right factors of their spans travel, once per span."""
+        return RowTransfer(link.request(lambda indices, _: self._lookup(*indices), [head, token]), _rebuilt)
 
-    def _factor_rows(self, head: Tensor, token: Tensor, device: torch.device) -> tuple[Tensor, int]:
+    def _lookup(self, head: Tensor, token: Tensor) -> list[Tensor]:
+        """What travels for n tokens: raw rows, left rows [m, 2, r] and right factors [s, 2, r, d] of the others, which
+        tokens are raw (bool [n]), and the right factor of each of the others (int32 [m])."""
+        place = self.raw_index[head // self.left.shape[1], token]
+        is_raw = place >= 0
+        width = self.raw.data.shape[2]
+        [raw] = self.raw.lookup(head[is_raw] * width + place[is_raw])
+        head, token = head[~is_raw], token[~is_raw]
         spans = self.right.shape[2]
         span = self.span_of_token[head // self.left.shape[1], token]
         unique, inverse = torch.unique(head * spans + span, return_inverse=True)
-        kept = max(1, int(self.ranks.flatten()[unique].max()))
-        left = self.left.flatten(0, 2)[head * self.left.shape[2] + token][:, :, :kept].to(device)
-        right = self.right.flatten(0, 2)[unique][:, :, :kept].to(device)
-        rows = (left.unsqueeze(-2) @ right[inverse.to(device)]).squeeze(-2)  # [m, 2, d]
-        return rows.flatten(1), left.nbytes + right.nbytes
+        kept = int(self.ranks.flatten()[unique].max().clamp_min(1)) if unique.numel() else 0
+        left = self.left.flatten(0, 2)[head * self.left.shape[2] + token][:, :, :kept].contiguous()
+        right = self.right.flatten(0, 2)[unique][:, :, :kept].contiguous()
+        return [raw, left, right, is_raw, inverse.to(torch.int32)]
+
+
+def _rebuilt(found: list[Tensor]) -> Rows:
+    """Rows [n, 2 d] of what `FactorStore` sends."""
+    raw, left, right, is_raw, factor = found
+    data = raw.new_empty(is_raw.shape[0], raw.shape[-1])
+    data[is_raw] = raw
+    if left.shape[0]:
+        data[~is_raw] = (left.unsqueeze(-2) @ right[factor]).flatten(1).to(data.dtype)  # [m, 2, 1, d] before
+    return Rows(data, None)
 
 
 def factorise(
@@ -149,5 +155,5 @@ def _with_raw(
     data = store.data.new_zeros(*store.data.shape[:2], int(counts.max()), store.data.shape[3])
     for row in range(factored.shape[0]):
         data[row, :, : int(counts[row])] = store.data[row, :, : store.used][:, ~factored[row].to(store.data.device)]
-    raw = type(store)(Rows(data, None), store.pin, counts)
+    raw = type(store)(Rows(data, None), counts)
     return FactorStore(raw, index, span_of_token, left, right, ranks, store.counts.cpu())

@@ -1,4 +1,4 @@
-"""Moving the wanted tokens of one step from the host into the expansion buffer.
+"""Moving the wanted tokens of one step from the host into the expansion buffer: asked for, then waited for.
 
 Legend: B batch rows, Hkv KV heads, N tokens of the map, M columns of the buffer in use, d head dimension.
 """
@@ -10,41 +10,61 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcore.transfer import HostLink
 from sekv.factors import FactorStore
-from sekv.rows import Rows, TokenStore
+from sekv.rows import Rows, RowTransfer, TokenStore
 from sekv.shared import ExpansionBuffer
 
 WIDTH_STEP = 16  # columns in use are a multiple of this
 
 
 @dataclass
-class Fetched:
-    """What one step fetched. Columns of a KV head are in order of the query that wants them first, then of the text.
+class Fetching:
+    """What one step has asked for. Columns of a KV head are in order of the query that wants them first, then of the
+    text.
 
     Attributes:
-        rows: [B, Hkv, M, 2 d] in storage form.
         token: int64 [B, Hkv, M], N at padding.
         padding: bool [B, Hkv, M].
-        moved: the same rows one after another, [n, 2 d].
-        head, column, moved_token: [n], where each of them is: flat KV head b * Hkv + h, column, token.
+        head, column, moved_token: [n], where each row goes: flat KV head b * Hkv + h, column, token.
         newest: [n], the column counted from the last one back.
-        moved_bytes: bytes that travelled.
+        transfer: the rows under way.
     """
 
-    rows: Rows
     token: Tensor
     padding: Tensor
-    moved: Rows
     head: Tensor
     column: Tensor
     newest: Tensor
     moved_token: Tensor
-    moved_bytes: int
+    transfer: RowTransfer
 
     @property
     def count(self) -> int:
         """n, over all rows and KV heads."""
         return self.head.shape[0]
+
+    def arrive(self, buffer: ExpansionBuffer) -> Fetched:
+        """Wait for the rows and put them into the buffer."""
+        moved, moved_bytes = self.transfer.arrive()
+        return Fetched(self, buffer.place(moved, self.head, self.column, self.token.shape[2]), moved, moved_bytes)
+
+
+@dataclass
+class Fetched:
+    """What has come.
+
+    Attributes:
+        asked: what was asked for.
+        rows: [B, Hkv, M, 2 d] in storage form, in the buffer.
+        moved: the same rows one after another, [n, 2 d].
+        moved_bytes: bytes that travelled.
+    """
+
+    asked: Fetching
+    rows: Rows
+    moved: Rows
+    moved_bytes: int
 
 
 def fetch(
@@ -53,9 +73,9 @@ def fetch(
     room: Tensor,
     limits: tuple[int, int],
     store: TokenStore | FactorStore,
-    buffer: ExpansionBuffer,
-) -> Fetched | None:
-    """Fetch the wanted tokens, the most wanted where they do not all fit.
+    link: HostLink,
+) -> Fetching | None:
+    """Ask for the wanted tokens, the most wanted where they do not all fit.
 
     Args:
         want: [B, Hkv, N], wanted where >= 1, the larger the more.
@@ -63,7 +83,7 @@ def fetch(
         room: int64 [B], most tokens per KV head of each row.
         limits: the smallest and the largest of `room`.
         store: where the rows are.
-        buffer: where they go.
+        link: how they come.
 
     Returns:
         None when nothing is wanted.
@@ -88,11 +108,10 @@ def fetch(
     counts = counts.flatten()
     column = torch.arange(head.shape[0], device=want.device) - (counts.cumsum(0) - counts)[head]
     padding = torch.arange(width, device=want.device) >= counts.view(*want.shape[:2], 1)
-    moved, moved_bytes = store.fetch(head, token, want.device)
     padded = torch.full((*want.shape[:2], width), want.shape[-1], device=want.device)
     padded.view(-1).index_copy_(0, head * width + column, token)
-    rows = buffer.place(moved, head, column, width)
-    return Fetched(rows, padded, padding, moved, head, column, counts[head] - 1 - column, token, moved_bytes)
+    newest = counts[head] - 1 - column
+    return Fetching(padded, padding, head, column, newest, token, store.request(head, token, link))
 
 
 def _most_wanted(want: Tensor, room: Tensor, most: int) -> Tensor:

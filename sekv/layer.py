@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcore.layer import LayerPrompt
+from kvcore.transfer import HostLink
 from sekv.decoding import DecodingLayer, HostTensors
 from sekv.factors import factorise
 from sekv.lowrank import check_finite
@@ -44,7 +45,7 @@ class SeKVLayer(DecodingLayer):
         self.window = Window(*PromptBody.window(prompt, windows), torch.tensor([block for _, block in sizes]))
         self.codec = RowCodec(body.keys, self.options.row_bits)
         rows, counts = self.codec.encode(body.keys, body.values), torch.tensor(body.counts)
-        self.store = make_store(rows, self.options.offload, self.options.pin, counts)
+        self.store = make_store(rows, self.options.offload, counts)
         observer, self.observer = self.observer, None
         assert observer is not None and observer.newest is not None
         analysis = misfit = None
@@ -104,7 +105,7 @@ class SeKVLayer(DecodingLayer):
         assert self.store is not None
         batch, num_kv_heads, count = token.shape
         head = torch.arange(batch * num_kv_heads, device=token.device).repeat_interleave(count)
-        rows, _ = self.store.fetch(head, token.flatten(), token.device)
+        rows, _ = self.store.request(head, token.flatten(), HostLink(pinned=False)).arrive()
         return rows.map(lambda t: t.unflatten(0, (batch, num_kv_heads, count)))
 
     # --- growth

@@ -14,6 +14,7 @@ from kvcore.budget import Budget, ModelSpec
 from kvcore.exact import ExactLayer
 from kvcore.layer import CacheLayer
 from kvcore.method import Method, register
+from kvcore.transfer import HostLink
 from sekv.cache import SeKVCache
 from sekv.checkpoint import find_router, load_router, read_config, router_config
 from sekv.layer import SeKVLayer
@@ -84,7 +85,8 @@ class SeKV(SeKVOptions, Method):
     def make_layers(self, spec: ModelSpec, budget: Budget) -> list[CacheLayer]:
         if budget.is_full:
             return [ExactLayer(spec, budget, index) for index in range(spec.num_layers)]
-        shared, planner = Shared(spec.num_layers, spec.num_heads), Planner(spec, budget, self)
+        shared = Shared(spec.num_layers, spec.num_heads, HostLink(self.pin))
+        planner = Planner(spec, budget, self)
         router = self.router(spec).to(spec.device)
         return [SeKVLayer(spec, budget, index, self, planner, router, shared) for index in range(spec.num_layers)]
 

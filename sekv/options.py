@@ -45,7 +45,7 @@ class SeKVOptions:
         mass_weighted: coarse entries carry their expected mass instead of n · exp(q·k̄).
         factor_cache: keep fetched rows on the device while the budget allows.
         warm_queries: newest prompt queries whose attention fills the factor cache at first.
-        offload: rows live in host memory. pin: in pinned host memory (with a GPU).
+        offload: rows live in host memory. pin: with a GPU they travel through pinned memory, beside the computation.
         checkpoint: `auto` (the shipped router of this backbone and form, if any), `none` (untrained), or a file.
     """
 

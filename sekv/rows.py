@@ -5,12 +5,15 @@ Legend: B batch rows, Hkv KV heads, N tokens, n moved tokens, d head dimension, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvcore.state import BatchedState, HostState
+from kvcore.transfer import HostLink, Transfer
 from sekv.attention import Entries
 from sekv.window import Block, widened, write_columns
 
@@ -102,19 +105,38 @@ class RowCodec(BatchedState):
         return 2 * head_dim * itemsize if bits == 0 else 2 * head_dim + SCALE_BYTES
 
 
+@dataclass
+class RowTransfer:
+    """Rows that a step has asked for.
+
+    Attributes:
+        transfer: what is under way.
+        rows: makes rows [n, 2 d] of what has come.
+    """
+
+    transfer: Transfer
+    rows: Callable[[list[Tensor]], Rows]
+
+    def arrive(self) -> tuple[Rows, int]:
+        """Rows [n, 2 d] on the device, and the bytes that were moved."""
+        found = self.transfer.arrive()
+        return self.rows(found), sum(tensor.nbytes for tensor in found)
+
+
 class TokenStore(BatchedState):
     """Every token's row [B, Hkv, N, 2 d].
 
     Args:
-        rows: the rows; pinned when they live in host memory of a machine with a GPU.
+        rows: the rows.
         counts: int64 [B], tokens of each batch row.
 
     Attributes:
         used: N, tokens of the longest batch row so far; room beyond it is not in use.
     """
 
-    def __init__(self, rows: Rows, pin: bool, counts: Tensor) -> None:
-        self.pin = pin
+    on_host: ClassVar[bool] = False
+
+    def __init__(self, rows: Rows, counts: Tensor) -> None:
         self.data, self.scale = self._placed(rows.data), None if rows.scale is None else self._placed(rows.scale)
         self.counts = counts.to(self.data.device)
         self.used = rows.data.shape[2]
@@ -146,34 +168,33 @@ class TokenStore(BatchedState):
         data = self.data[:, :, : self.used].to(device)
         return Rows(data, None if self.scale is None else self.scale[:, :, : self.used].to(device))
 
-    def fetch(self, head: Tensor, token: Tensor, device: torch.device) -> tuple[Rows, int]:
-        """Rows [n, 2 d] on `device` of n tokens, and the bytes that were moved.
+    def request(self, head: Tensor, token: Tensor, link: HostLink) -> RowTransfer:
+        """Ask for the rows [n, 2 d] of n tokens.
 
         Args:
             head: [n] flat index b * Hkv + h.
             token: [n].
+            link: the way to the device of the indices.
         """
-        width = self.data.shape[2]
-        index = (head * width + token).to(self.data.device)
+        index = head * self.data.shape[2] + token
+        transfer = link.request(lambda indices, _: self.lookup(indices[0]), [index], from_host=self.on_host)
+        return RowTransfer(transfer, lambda found: Rows(found[0], found[1] if len(found) > 1 else None))
 
-        def move(tensor: Tensor) -> Tensor:
-            chosen = tensor.flatten(0, 2).index_select(0, index)
-            if self.pin and device.type == "cuda":
-                chosen = chosen.pin_memory()
-            return chosen.to(device, non_blocking=self.pin)
-
-        rows = Rows(move(self.data), None if self.scale is None else move(self.scale))
-        return rows, rows.nbytes
+    def lookup(self, index: Tensor) -> list[Tensor]:
+        """Data [n, 2 d], and scales where there are any, at flat indices (b * Hkv + h) * N + token."""
+        kept = [self.data] if self.scale is None else [self.data, self.scale]
+        return [tensor.flatten(0, 2).index_select(0, index) for tensor in kept]
 
 
 class HostTokenStore(TokenStore, HostState):
-    """A token store in host memory: pinned on a machine with a GPU, so that copies run beside the computation."""
+    """A token store in host memory."""
+
+    on_host: ClassVar[bool] = True
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        moved = tensor.to("cpu").contiguous()
-        return moved.pin_memory() if self.pin and torch.cuda.is_available() else moved
+        return tensor.to("cpu").contiguous()
 
 
-def make_store(rows: Rows, offload: bool, pin: bool, counts: Tensor) -> TokenStore:
+def make_store(rows: Rows, offload: bool, counts: Tensor) -> TokenStore:
     """The store of one layer; without offload it stays on the device (and counts there)."""
-    return HostTokenStore(rows, pin, counts) if offload else TokenStore(rows, False, counts)
+    return HostTokenStore(rows, counts) if offload else TokenStore(rows, counts)

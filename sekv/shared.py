@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcore.state import BatchedState
+from kvcore.transfer import HostLink
 from sekv.rows import Rows, put_rows_
 from sekv.statistics import ZoomStatistics
 from sekv.window import Block, widened, write_columns
@@ -132,6 +133,7 @@ class Shared:
     """Holds what layers share, out of reach of the walk over each layer's tensors; the cache lists it once.
 
     Attributes:
+        link: the way of rows from the host.
         spans: None before the prompt is compressed.
         buffer: the expansion buffer.
         statistics: what was zoomed into.
@@ -139,7 +141,8 @@ class Shared:
         maps: layers that still have a map.
     """
 
-    def __init__(self, num_layers: int, num_heads: int) -> None:
+    def __init__(self, num_layers: int, num_heads: int, link: HostLink) -> None:
+        self.link = link
         self.spans: SharedSpans | None = None
         self.buffer = ExpansionBuffer()
         self.blocks = 0

@@ -104,7 +104,7 @@ def test_results_follow_the_stable_schema(finished):
     assert {"git", "python", "torch", "transformers", "device", "threads"} <= set(results["environment"])
     columns = {"bench", "task", "method", "backbone", "budget", "budget_scope", "context", "n", "metric", "value"}
     columns |= {"ci_low", "ci_high", "device_share", "device_bytes", "host_bytes", "attended_share"}
-    columns |= {"h2d_bytes_per_token", "prefill_seconds", "ms_per_token"}
+    columns |= {"h2d_bytes_per_token", "h2d_stall_ms_per_token", "prefill_seconds", "ms_per_token"}
     assert all(columns <= set(row) for row in results["summary"])
     assert all(
         {"bench", "task", "method", "id", "prediction", "references", "score"} <= set(r) for r in results["samples"]

@@ -91,7 +91,7 @@ class DenseLayer(RetrievalLayer):
             slot = torch.arange(start, min(start + block, total), device=query.device)
             live = (slot < held[:, None])[:, None].expand(-1, self.spec.num_kv_heads, -1)
             index = (slot * live).contiguous()
-            keys, values = self.shared.workspace.fetch(self.host, index, query)
+            keys, values = self.shared.workspace.request(self.host, index, query, self.shared.link).arrive()
             states.append(decode_attention(query, keys, values, scale, hide(~live)))
         moved = int(self.host.counts.sum()) * self.spec.num_kv_heads
         self.fetched_bytes += moved * self.spec.entry_bytes if self.offloaded else 0

@@ -55,7 +55,7 @@ class RetrievalLayer(CacheLayer):
 
     def __init__(self, spec: ModelSpec, budget: Budget, layer_idx: int, planner: Planner, shared: Shared) -> None:
         super().__init__(spec, budget, layer_idx)
-        self.planner, self.shared = planner, shared
+        self.planner, self.shared, self.link = planner, shared, shared.link
         self.resident: Resident
         self.host: TokenStore
         self.sizes: Tensor  # [B, Hkv, U] int32, 0 where a row has no such unit
@@ -139,8 +139,9 @@ class RetrievalLayer(CacheLayer):
         parts, attended, quotas = self.resident.parts(), self.resident.mean_count, self.quotas()
         if max(quotas) > 0:
             choice = choose(self.score(query, scale), self.sizes, quotas, self.whole_units)
-            keys, values = self.shared.workspace.fetch(self.host, choice.index, query)
+            transfer = self.shared.workspace.request(self.host, choice.index, query, self.shared.link)
             tail, live = self.tail(choice), int(choice.live.sum())
+            keys, values = transfer.arrive()
             parts += [(keys, values, hide(~choice.live)), *tail]
             self.fetched_bytes += live * self.spec.entry_bytes if self.offloaded else 0
             seen = live + sum(int((bias != float("-inf")).sum()) for _, _, bias in tail if bias is not None)

@@ -7,10 +7,13 @@ c tokens written, m tokens reordered, d head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvcore.state import BatchedState, HostState
+from kvcore.transfer import HostLink, Transfer
 
 Part = tuple[Tensor, Tensor, "Tensor | None"]
 HOST_GROWTH = 256  # host slots added at a time, so that a decode step does not copy the host store
@@ -99,6 +102,15 @@ class TokenStore(BatchedState):
         self.keys[row, :, last] = self.keys[row, :, last].gather(1, index)
         self.values[row, :, last] = self.values[row, :, last].gather(1, index)
 
+    def lookup(self, indices: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
+        """Keys and values [B, Hkv, K, d] of slots [B, Hkv, K]. See `kvcore.transfer.Gather`."""
+        [index] = indices
+        flat, dim = self.flat_index(index), self.keys.shape[3]
+        targets = out or [kept.new_empty(*index.shape, dim) for kept in (self.keys, self.values)]
+        for kept, target in zip((self.keys, self.values), targets, strict=True):
+            torch.index_select(kept.reshape(-1, dim), 0, flat, out=target.view(-1, dim))
+        return list(targets)
+
     def flat_index(self, index: Tensor) -> Tensor:
         """Slots [B, Hkv, K] as rows of the flattened store."""
         base = torch.arange(index.shape[0] * index.shape[1], device=self.keys.device) * self.keys.shape[2]
@@ -121,26 +133,19 @@ class Workspace(BatchedState):
         if self.keys is None or self.keys.shape != shape:
             self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
 
-    def fetch(self, host: TokenStore, index: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the host tokens `index` [B, Hkv, K] into the buffer."""
-        dim = host.keys.shape[3]
-        self.reserve((*index.shape, dim), like)
+    def request(self, host: TokenStore, index: Tensor, like: Tensor, link: HostLink) -> Transfer:
+        """Ask for the stored tokens `index` [B, Hkv, K]; keys and values [B, Hkv, K, d] arrive in the buffer."""
+        self.reserve((*index.shape, host.keys.shape[3]), like)
         assert self.keys is not None and self.values is not None
-        flat = host.flat_index(index)
-        for source, target in ((host.keys, self.keys), (host.values, self.values)):
-            rows = source.reshape(-1, dim)
-            if target.device == source.device:
-                torch.index_select(rows, 0, flat, out=target.view(-1, dim))
-            else:
-                target.copy_(rows.index_select(0, flat).view(target.shape))
-        return self.keys, self.values
+        on_host = isinstance(host, HostStore)
+        return link.request(host.lookup, [index], [self.keys, self.values], from_host=on_host)
 
 
 class Shared:
     """Holds what the layers share, out of reach of the walk over each layer's tensors."""
 
     def __init__(self) -> None:
-        self.workspace = Workspace()
+        self.workspace, self.link = Workspace(), HostLink()
 
 
 def hide(mask: Tensor) -> Tensor:

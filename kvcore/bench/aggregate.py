@@ -8,7 +8,7 @@ from typing import Any
 from kvcore.bench.statistics import stratified_interval
 
 WORST = ("device_share", "device_bytes", "host_bytes")
-MEAN = ("attended_share", "h2d_bytes_per_token", "prefill_seconds", "ms_per_token")
+MEAN = ("attended_share", "h2d_bytes_per_token", "h2d_stall_ms_per_token", "prefill_seconds", "ms_per_token")
 
 
 def mean_of_tasks(rows: Sequence[dict[str, Any]], metric: str, seed: int) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ LEDGER_COLUMNS = (
     "host_bytes",
     "attended_share",
     "h2d_bytes_per_token",
+    "h2d_stall_ms_per_token",
     "prefill_seconds",
     "ms_per_token",
 )

@@ -29,9 +29,9 @@ def test_bf16_cache_is_finite_and_on_budget(model, name):
     assert cache.ledger.device_share <= budget
     row = cache.ledger.as_row()
     if name in RETRIEVAL:
-        assert row["h2d_bytes_per_token"] > 0
+        assert row["h2d_bytes_per_token"] > 0 and row["h2d_stall_ms_per_token"] > 0
         assert row["host_bytes"] > 0.3 * cache.spec.full_bytes(2 * 290)
         assert row["attended_share"] < 1
     else:
-        assert row["h2d_bytes_per_token"] == 0
+        assert row["h2d_bytes_per_token"] == row["h2d_stall_ms_per_token"] == 0
         assert row["host_bytes"] <= 2 * 64 * cache.spec.num_layers  # lengths of the rows, no tokens

@@ -74,6 +74,7 @@ def test_every_form_decodes_within_its_budget_and_reports(model, form):
     assert len(zoom.frequency) == 2 and len(zoom.frequency[0]) == 8
     assert zoom.moved_bytes <= zoom.zoomed_bytes
     assert cache.ledger.h2d_bytes == zoom.moved_bytes
+    assert (cache.ledger.h2d_stall_seconds > 0) == (zoom.moved_bytes > 0)
     assert zoom.cache_bytes > 0
 
 

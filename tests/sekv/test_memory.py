@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvcore.transfer import HostLink
 from sekv.attention import Part, mixed_attention, span_parts, token_parts
 from sekv.factors import FactorStore, factorise
 from sekv.lowrank import rows_are_cheaper, truncated_svd
@@ -62,20 +63,18 @@ def test_factor_store_returns_full_rank_rows_and_moves_less_when_gates_close():
     config = RouterConfig(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, max_rank=4, gates=True)
     router = Router(config)
     low = torch.cat([randn(1, 2, 60, 3) @ randn(1, 2, 3, 8, seed=s) for s in (1, 2)], dim=-1)
-    store = make_store(Rows(low, None), True, False, torch.tensor([60]))
+    store = make_store(Rows(low, None), True, torch.tensor([60]))
     factored, ranks = factorise(store, spans, 3, 4, Router(_ungated(config)), 0, "layer 0")
     assert isinstance(factored, FactorStore) and int(ranks.max()) <= 4
     head, token = torch.tensor([0, 1, 1]), torch.tensor([5, 59, 21])
-    rows, moved = factored.fetch(head, token, torch.device("cpu"))
+    rows, moved = factored.request(head, token, HostLink()).arrive()
     torch.testing.assert_close(rows.data, low[0, head, token], atol=1e-4, rtol=1e-4)
     with torch.no_grad():
         router.gate.output.bias.copy_(torch.tensor([4.0, -40, -40, -40]))
     gated, kept = factorise(store, spans, 3, 4, router, 0, "layer 0")
     assert int(kept.max()) == 1
-    assert gated.fetch(head, token, torch.device("cpu"))[1] < moved
-    raw, _ = factorise(
-        make_store(Rows(data, None), True, False, torch.tensor([60])), spans, 3, 16, router, 0, "layer 0"
-    )
+    assert gated.request(head, token, HostLink()).arrive()[1] < moved
+    raw, _ = factorise(make_store(Rows(data, None), True, torch.tensor([60])), spans, 3, 16, router, 0, "layer 0")
     assert not isinstance(raw, FactorStore)  # 20 tokens of 8 channels: factors would be larger
 
 

@@ -42,7 +42,7 @@ class Efficiency(Benchmark):
 
     name: ClassVar[str] = "efficiency"
     metrics: ClassVar[dict[str, bool]] = {
-        **{name: False for name in (*TIMES, *BYTES, "host_bytes", "h2d_bytes_per_token")},
+        **{name: False for name in (*TIMES, *BYTES, "host_bytes", "h2d_bytes_per_token", "h2d_stall_ms_per_token")},
         **{f"{name}_ratio": False for name in (*TIMES, *BYTES)},
         "tokens_per_second": True,
         "tokens_per_second_ratio": True,
@@ -159,6 +159,7 @@ def _generate(backbone: Backbone, ids: torch.Tensor, output: int, run: MethodRun
             "peak_growth_bytes": float(memory.growth),
             "host_bytes": float(ledger["host_bytes"]),
             "h2d_bytes_per_token": float(ledger["h2d_bytes_per_token"]),
+            "h2d_stall_ms_per_token": float(ledger["h2d_stall_ms_per_token"]),
         },
         "memory_meter": memory.kind,
         "batch_size": ids.shape[0],
