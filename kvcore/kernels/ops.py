@@ -180,6 +180,32 @@ def _(query: Tensor, codes: Tensor, dims: list[int], bits: list[int], offset: Te
     return query.new_empty(*query.shape[:3], codes.shape[3], dtype=torch.float32)
 
 
+@torch.library.custom_op(f"{_NAMESPACE}::plane_logits", mutates_args=())
+def plane_logits(rows: Tensor, packed: Tensor, width: int) -> Tensor:
+    """Rows [S, P, K] times the codes of one plane uint8 [S, n, K]. See `reference_compressed.plane_logits`."""
+    from kvcore.kernels.triton import planes
+
+    return planes.plane_logits(rows, packed, width)
+
+
+@plane_logits.register_fake
+def _(rows: Tensor, packed: Tensor, width: int) -> Tensor:
+    return rows.new_empty(*rows.shape[:2], packed.shape[1] * (8 // width), dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::plane_mix", mutates_args=())
+def plane_mix(weights: Tensor, packed: Tensor, width: int) -> Tensor:
+    """Weights [S, P, M] times the codes of one plane uint8 [S, n, K]. See `reference_compressed.plane_mix`."""
+    from kvcore.kernels.triton import planes
+
+    return planes.plane_mix(weights, packed, width)
+
+
+@plane_mix.register_fake
+def _(weights: Tensor, packed: Tensor, width: int) -> Tensor:
+    return weights.new_empty(*weights.shape[:2], packed.shape[2], dtype=torch.float32)
+
+
 @torch.library.custom_op(f"{_NAMESPACE}::quantised_attention", mutates_args=())
 def quantised_attention(
     query: Tensor,

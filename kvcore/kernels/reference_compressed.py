@@ -6,6 +6,8 @@ span, R components, m coordinates, d head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -148,3 +150,29 @@ def coordinate_logits(query: Tensor, codes: Tensor, parts: list[tuple[int, int]]
     coordinates = torch.cat(pieces, dim=2).float()  # [B, Hkv, m, N]
     repeated = coordinates.repeat_interleave(query.shape[1] // codes.shape[1], dim=1)
     return torch.matmul(query.float(), repeated) + offset.float().unsqueeze(-1)
+
+
+def plane_codes(packed: Tensor, width: int) -> Tensor:
+    """Codes uint8 [S, M, K] of a plane [S, n, K]: token f * n + i is in the bits from f * width on of byte row i."""
+    fields = [(packed >> shift) & (2**width - 1) for shift in range(0, 8, width)]
+    return torch.cat(fields, dim=1)
+
+
+def plane_logits(rows: Tensor, planes: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Products of rows with codes that are kept as planes (freqdepth.md, section 4): what a query gives every token.
+
+    Args:
+        rows: [S, P, K], the planes' coefficients one after another.
+        planes: (bytes uint8 [S, n, K'], width 1, 2 or 4) of each plane; n * 8 / width is M for all.
+
+    Returns:
+        fp32 [S, P, M].
+    """
+    codes = torch.cat([plane_codes(packed, width) for packed, width in planes], dim=-1)
+    return torch.matmul(rows.float(), codes.float().mT)
+
+
+def plane_mix(weights: Tensor, planes: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Weights fp32 [S, P, M] times the codes of planes: fp32 [S, P, K]. See `plane_logits`."""
+    codes = torch.cat([plane_codes(packed, width) for packed, width in planes], dim=-1)
+    return torch.matmul(weights.float(), codes.float())

@@ -18,7 +18,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvcore.kernels.triton import common, coordinates, decode, depth, gather, lowrank, merge, quantised, span_scores
+from kvcore.kernels.triton import (
+    common,
+    coordinates,
+    decode,
+    depth,
+    gather,
+    lowrank,
+    merge,
+    planes,
+    quantised,
+    span_scores,
+)
 from kvcore.quant import pack, quantize
 
 TYPES = {
@@ -118,6 +129,11 @@ def record(dtype: torch.dtype, dim: int, bits: int) -> list[tuple[str, object, t
     depth.packed_mix(query.new_zeros(1, 1, 32, 1024), codes, bits)
     recorder.case = "coordinates"
     coordinates.coordinate_logits(query[..., :32], codes.new_zeros(1, 8, 10, 2048), [8, 24], [4, 2], query[..., 0])
+    recorder.case = "planes"
+    if bits in (1, 2, 4):  # the widths of planes; rows are fp32 whatever the model's dtype
+        packed, fields = torch.zeros(1, 1024, 208, dtype=torch.uint8), 8 // bits
+        planes.plane_logits(torch.zeros(1, 32, 208), packed, bits)
+        planes.plane_mix(torch.zeros(1, 32, 1024 * fields), packed, bits)
     return recorder.launches
 
 

@@ -23,6 +23,8 @@ KERNELS = {
     "merge_kernel",
     "packed_logits_kernel",
     "packed_mix_kernel",
+    "plane_logits_kernel",
+    "plane_mix_kernel",
     "quantised_kernel",
     "span_scores_kernel",
 }
