@@ -17,7 +17,6 @@ from kvcore.quant import packed_bytes
 UNQUANTIZED = 16
 # Tokens of a prompt are padded to this many.
 ALIGNMENT = 32
-_DIGIT = 127  # the largest of 8 bits with a sign
 
 
 def padded(count: int) -> int:
@@ -57,62 +56,10 @@ def encode(values: Tensor, step: Tensor, bits: int) -> Tensor:
     return (values / step.unsqueeze(1)).floor_().clamp_(-half, half - 1).add_(half).to(torch.uint8)
 
 
-class Digits:
-    """Rows [P, K] as two signed 8-bit digits and a scale: integer products are exact to 2 ** -15 of the largest entry.
-
-    Attributes:
-        digits: int8 [2 * P, K]: the high digits of all rows, then the low ones.
-        most: the largest digit.
-        scale: fp32 [P, 1].
-    """
-
-    def __init__(self, rows: Tensor, dithered: bool = False) -> None:
-        """Digits of rows.
-
-        Args:
-            rows: [P, K], any float dtype.
-            dithered: entries are rounded up or down so that any run of them keeps its sum. For attention weights: of a
-                long text whose tokens have less than half a unit each, nothing would be left by the nearest. What is 0
-                stays 0.
-        """
-        rows = rows.float()
-        largest = rows.abs().amax(-1, keepdim=True).clamp_min_(1e-30)
-        # from 66K entries on smaller digits: sums of digit times code must hold in int32 when all are alike
-        self.most = max(1, min(_DIGIT, (2**31 - 1) // (255 * rows.shape[1])))
-        self.scale = largest / self.most
-        scaled = rows * (self.most / largest)
-        high = scaled.round()
-        low = scaled.sub_(high).mul_(2 * self.most)
-        low = low.add_(_dither(rows.shape[1], rows.device)).floor_() if dithered else low.round_()
-        self.digits = torch.cat([high, low]).to(torch.int8)
-
-    def sums(self, codes: Tensor, start: int = 0) -> Tensor:
-        """The digits' products `[:, start : start + k] @ codes` for int8 codes [k, N]: int32 [2 * P, N]."""
-        mine = self.digits[:, start : start + codes.shape[0]]
-        # with an inner dimension of 1 torch 2.13's _int_mm reads memory that is not its own
-        return torch._int_mm(mine, codes) if codes.shape[0] > 1 else mine.int() * codes
-
-    def joined(self, sums: Tensor) -> Tensor:
-        """What the digits' sums [2 * P, N] (int32 or fp32) stand for, but for `scale`: fp32 [P, N]."""
-        high, low = sums.float().chunk(2)
-        return high.add_(low, alpha=1 / (2 * self.most))
-
-
-def _dither(count: int, device: torch.device) -> Tensor:
-    """[count] numbers in [0, 1) of which every run is spread evenly: multiples of the golden ratio."""
-    steps = torch.arange(count, device=device, dtype=torch.float64)
-    return steps.mul_((5**0.5 - 1) / 2).frac_().float().clamp_max_(1 - 2**-24)
-
-
 def code_offsets(widths: list[tuple[int, int]]) -> Tensor:
     """What is added to the codes of each coefficient before its step: fp32 [R] for (bits, coefficients)."""
     one = torch.tensor([0.0 if bits == UNQUANTIZED else 0.5 - 2 ** (bits - 1) for bits, _ in widths])
     return one.repeat_interleave(torch.tensor([count for _, count in widths]))
-
-
-def integer_path(rows: Tensor) -> bool:
-    """Whether the product of rows [S, P, K] with codes goes through 8-bit integers: on a CPU by far the fastest."""
-    return rows.device.type == "cpu" and rows.shape[0] == 1
 
 
 def class_bytes(bits: int, tokens: int, dtype: torch.dtype) -> int:

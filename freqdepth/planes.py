@@ -129,29 +129,10 @@ class Plane(BatchedState):
         fields = self.packed[some].unsqueeze(1) >> shifts[:, None, None, None]
         return fields.bitwise_and_(2**self.width - 1).flatten(1, 2)
 
-    def field(self, index: int) -> tuple[Tensor, float]:
-        """One field of all bytes [S, w * c, K], below 128, and the factor that makes it codes.
-
-        Only the last field is shifted: the others times their power of two still fit a signed byte.
-        """
-        flat, place = self.packed.flatten(1, 2), index * self.width
-        if index == self.num_fields - 1:
-            return flat >> place, 1.0
-        return flat & ((2**self.width - 1) << place), 0.5**place
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """`rows @ codesᵀ`: [S, P, K] -> fp32 [S, P, M]."""
-        fields = [self.field(index) for index in range(self.num_fields)]
-        return torch.cat([torch.matmul(rows * factor, field.float().mT) for field, factor in fields], dim=-1)
-
-    def mix(self, weights: Tensor) -> Tensor:
-        """`weights @ codes`: [S, P, M] -> fp32 [S, P, K]."""
-        parts = weights.chunk(self.num_fields, dim=-1)
-        fields = [self.field(index) for index in range(self.num_fields)]
-        products = [
-            torch.matmul(part * factor, field.float()) for part, (field, factor) in zip(parts, fields, strict=True)
-        ]
-        return torch.stack(products).sum(0)
+    @property
+    def operand(self) -> tuple[Tensor, int]:
+        """Bytes [S, w * c, K] and width, as products take them (`kvcore.kernels.plane_logits`)."""
+        return self.packed.flatten(1, 2), self.width
 
 
 def add_codes(total: Tensor, planes: list[Plane], parts: Iterable[list[Rows]], some: slice) -> None:

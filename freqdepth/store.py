@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
-from freqdepth.codes import UNQUANTIZED, code_offsets, encode, integer_path, padded
+from freqdepth.codes import UNQUANTIZED, code_offsets, encode, padded
 from freqdepth.planes import LINES, Plane, add_planes, plane_layout, plane_rows, to_planes
-from freqdepth.products import integer_logits, integer_mix
+from kvcore.kernels import plane_logits, plane_mix
 from kvcore.state import BatchedState
 
 # Folded tokens join the prompt's when this many have gathered.
@@ -93,18 +93,14 @@ class CoefficientStore(BatchedState):
             mine = scaled[..., : self.num_dense].to(wide)
             total = torch.matmul(mine, self.dense.flatten(1, 2).to(wide).mT).float()
         if self.planes:
-            codes = self._plane_logits(to_planes(scaled, plane_rows(self.widths)), integer_path(rows))
+            codes = plane_logits(to_planes(scaled, plane_rows(self.widths)), self._operands())
             total = codes if total is None else total.add_(codes)
         assert total is not None
         ordered = self._token_order(total.unflatten(-1, (LINES, -1)))
         return ordered.add_(torch.matmul(scaled, self.offset).unsqueeze(-1))
 
-    def _plane_logits(self, rows: Tensor, integers: bool) -> Tensor:
-        """Products of plane rows' numbers [S, P, K] with the raw codes: [S, P, M]."""
-        if integers:
-            return integer_logits(self.planes, rows[0]).unsqueeze(0)
-        parts = rows.split([plane.packed.shape[-1] for plane in self.planes], dim=-1)
-        return torch.stack([plane.logits(part) for plane, part in zip(self.planes, parts, strict=True)]).sum(0)
+    def _operands(self) -> list[tuple[Tensor, int]]:
+        return [plane.operand for plane in self.planes]
 
     def mix(self, weights: Tensor) -> Tensor:
         """`weights · coefficients`: [S, P, M] -> [S, P, R], fp32."""
@@ -113,15 +109,9 @@ class CoefficientStore(BatchedState):
         if self.dense is not None:
             output[..., : self.num_dense] = torch.matmul(lines, self.dense.flatten(1, 2).float())
         if self.planes:
-            add_planes(output, self._plane_mix(lines, integer_path(weights)), plane_rows(self.widths))
+            add_planes(output, plane_mix(lines, self._operands()), plane_rows(self.widths))
         total = weights.sum(-1, keepdim=True, dtype=torch.float32)
         return output.addcmul_(total, self.offset).mul_(self.step.unsqueeze(1))
-
-    def _plane_mix(self, weights: Tensor, integers: bool) -> Tensor:
-        """Products of weights [S, P, M] with the raw codes, per plane row: [S, P, K]."""
-        if integers:
-            return integer_mix(self.planes, weights[0]).unsqueeze(0)
-        return torch.cat([plane.mix(weights) for plane in self.planes], dim=-1)
 
     def _raw(self) -> list[Tensor]:
         """Per width, codes or coefficients [S, M, R_w] in token order."""

@@ -2,7 +2,7 @@
 
 reference.py, reference_compressed.py    the specification: plain fp32 torch, same signatures
 torch_path.py, torch_compressed.py,
-torch_coordinates.py                     the vectorised path, for CPUs and for anything Triton does not cover
+torch_coordinates.py, torch_planes.py    the vectorised path, for CPUs and for anything Triton does not cover
 unpacking.py                             bit planes into numbers, a tile at a time
 operands.py                              shared coefficients, bands
 triton/                                  one Triton kernel per file
@@ -21,6 +21,8 @@ from kvcore.kernels.dispatch import (
     gather_attention,
     lowrank_attention,
     merge_states,
+    plane_logits,
+    plane_mix,
     quantised_attention,
     segment_sums,
     span_scores,
@@ -41,6 +43,8 @@ __all__ = [
     "group_queries",
     "lowrank_attention",
     "merge_states",
+    "plane_logits",
+    "plane_mix",
     "prefill_attention",
     "quantised_attention",
     "segment_sums",

@@ -41,12 +41,24 @@ def triton_off_reason() -> str | None:
 
 
 def use_triton(query: Tensor) -> bool:
-    """Whether this call goes to a Triton kernel. Says once why not, when a GPU tensor has to take the torch path."""
-    if query.device.type != "cuda" and not interpreted():
+    """Whether attention of this query [B, Hq, Q, d] goes to a Triton kernel.
+
+    Says once why not, when a GPU tensor has to take the torch path.
+    """
+    return _use_triton(query, _call_off_reason(query))
+
+
+def use_triton_products(rows: Tensor) -> bool:
+    """The same for products with any number of rows."""
+    return _use_triton(rows, None)
+
+
+def _use_triton(operand: Tensor, call_off_reason: str | None) -> bool:
+    if operand.device.type != "cuda" and not interpreted():
         return False
-    if interpreted() and query.dtype == torch.bfloat16:
+    if interpreted() and operand.dtype == torch.bfloat16:
         return False  # the interpreter has no bf16 arithmetic
-    reason = triton_off_reason() or _call_off_reason(query)
+    reason = triton_off_reason() or call_off_reason
     if reason is not None:
         warn_once(log, f"Triton kernels are off, attention takes the torch path: {reason}")
     return reason is None

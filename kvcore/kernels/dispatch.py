@@ -5,11 +5,13 @@ Legend: see `reference.py` and `reference_compressed.py`, which hold the shapes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from kvcore.kernels import native, ops, torch_compressed, torch_coordinates, torch_path
-from kvcore.kernels.backend import use_native, use_triton
+from kvcore.kernels import native, ops, torch_compressed, torch_coordinates, torch_path, torch_planes
+from kvcore.kernels.backend import use_native, use_triton, use_triton_products
 from kvcore.kernels.operands import Coefficients, grouped_logits_bias
 from kvcore.kernels.torch_compressed import PackedProducts
 from kvcore.quant import QuantizedTensor, decode_scales
@@ -119,6 +121,22 @@ def coordinate_logits(
     else:
         logits = torch_coordinates.coordinate_logits(query, codes, parts, offset)
     return logits if out is None else out.copy_(logits)
+
+
+def plane_logits(rows: Tensor, planes: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Products fp32 [S, P, M] of rows with codes kept as planes. See `reference_compressed.plane_logits`."""
+    if not use_triton_products(rows):
+        return torch_planes.plane_logits(rows, planes)
+    parts = rows.float().split([packed.shape[-1] for packed, _ in planes], dim=-1)
+    products = [ops.plane_logits(part, *plane) for part, plane in zip(parts, planes, strict=True)]
+    return sum(products[1:], products[0])
+
+
+def plane_mix(weights: Tensor, planes: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Weights times codes kept as planes, fp32 [S, P, K]. See `reference_compressed.plane_mix`."""
+    if not use_triton_products(weights):
+        return torch_planes.plane_mix(weights, planes)
+    return torch.cat([ops.plane_mix(weights.float(), *plane) for plane in planes], dim=-1)
 
 
 def segment_sums(values: Tensor, starts: Tensor) -> Tensor:

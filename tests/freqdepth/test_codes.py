@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from freqdepth.allocation import Offer, choose_levels, smallest_cost
-from freqdepth.codes import Digits, encode, squared_error, step_sizes
+from freqdepth.codes import encode, squared_error, step_sizes
 from freqdepth.store import CoefficientStore
+from kvcore.kernels.torch_planes import Digits
 
 WIDTHS = ((8, 3), (6, 4), (4, 5), (3, 4), (2, 6))
 

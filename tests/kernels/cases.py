@@ -170,6 +170,28 @@ def coordinates(parts: list[tuple[int, int]]) -> Callable[[Operands], Case]:
     return build
 
 
+def _planes(o: Operands) -> list[tuple[Tensor, int]]:
+    """Planes of 4, 2 and 1 bits over the same tokens, in one stream (integers on a CPU) or in one per KV head."""
+    s = o.shape
+    streams, lines = 1 if s.batch == 1 else s.kv_heads, -(-s.length // 8)
+    return [
+        (o.integers(0, 256, streams, lines * width, count).to(torch.uint8), width)
+        for width, count in ((4, 7), (2, 37), (1, 5))
+    ]
+
+
+def plane_logits(o: Operands) -> Case:
+    planes = _planes(o)
+    return (o.normal(planes[0][0].shape[0], o.shape.group * o.shape.queries, 49) * 0.1, planes), {}
+
+
+def plane_mix(o: Operands) -> Case:
+    planes = _planes(o)
+    streams, num_bytes, _ = planes[0][0].shape
+    weights = o.uniform(streams, o.shape.group * o.shape.queries, 2 * num_bytes)
+    return (weights / weights.sum(-1, keepdim=True), planes), {}
+
+
 # name -> (operands, public function, reference)
 OPERATORS: dict[str, tuple[Callable[[Operands], Case], Callable[..., Any], Callable[..., Any]]] = {
     "decode": (decode, dispatch.decode_attention, reference.decode_attention),
@@ -184,6 +206,8 @@ OPERATORS: dict[str, tuple[Callable[[Operands], Case], Callable[..., Any], Calla
         reference_compressed.coordinate_logits,
     ),
     "coordinates-8": (coordinates([(37, 8)]), dispatch.coordinate_logits, reference_compressed.coordinate_logits),
+    "plane-logits": (plane_logits, dispatch.plane_logits, reference_compressed.plane_logits),
+    "plane-mix": (plane_mix, dispatch.plane_mix, reference_compressed.plane_mix),
     "lowrank": (lowrank, dispatch.lowrank_attention, reference_compressed.lowrank_attention),
     "depth-joint-8-4-3": (depth((8, 4, 3), True), dispatch.depth_attention, reference_compressed.depth_attention),
     "depth-heads-16-2": (depth((16, 2), False), dispatch.depth_attention, reference_compressed.depth_attention),

@@ -19,11 +19,15 @@ SELECTED = (
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present: test_operators.py runs the kernels natively")
-def test_kernels_match_the_reference_in_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    ("file", "selected"),
+    [(HERE / "test_operators.py", SELECTED), (HERE.parent / "freqdepth/test_codes.py", "products")],
+)
+def test_kernels_match_the_reference_in_the_interpreter(file: Path, selected: str) -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "test_operators.py")]
-    result = subprocess.run([*command, "-k", SELECTED], env=environment, capture_output=True, text=True, cwd=HERE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    result = subprocess.run([*command, "-k", selected], env=environment, capture_output=True, text=True, cwd=HERE)
     print(result.stdout[-3000:])
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     assert " passed" in result.stdout

@@ -13,9 +13,8 @@ import torch
 from cases import Operands, Shape, coordinates, depth
 from tolerances import LOGITS, OUTPUT
 
-from freqdepth import products
 from freqdepth.planes import Plane
-from kvcore.kernels import backend_report, dispatch, native, reference, reference_compressed
+from kvcore.kernels import backend_report, dispatch, native, reference, reference_compressed, torch_planes
 from kvcore.quant import pack
 
 needs_native = pytest.mark.skipif(native.off_reason() is not None, reason=f"native products: {native.off_reason()}")
@@ -55,10 +54,11 @@ def test_sums_are_exact(width: int, num_rows: int, n: int, count: int) -> None:
 @pytest.mark.parametrize("num_tokens", [32, 104, 520])
 def test_the_c_form_equals_the_torch_form(monkeypatch, num_tokens: int) -> None:
     planes = [Plane(w, torch.randint(0, 2**w, (1, num_tokens, 11 * w), dtype=torch.uint8)) for w in (4, 2, 1)]
-    rows, weights = torch.randn(9, 77), torch.rand(9, num_tokens)
-    found = products.integer_logits(planes, rows), products.integer_mix(planes, weights)
-    monkeypatch.setattr(products, "MOST_NATIVE_ROWS", 0)
-    expected = products.integer_logits(planes, rows), products.integer_mix(planes, weights)
+    operands = [plane.operand for plane in planes]
+    rows, weights = torch.randn(1, 9, 77), torch.rand(1, 9, num_tokens)
+    found = torch_planes.plane_logits(rows, operands), torch_planes.plane_mix(weights, operands)
+    monkeypatch.setattr(torch_planes, "MOST_NATIVE_ROWS", 0)
+    expected = torch_planes.plane_logits(rows, operands), torch_planes.plane_mix(weights, operands)
     for mine, other in zip(found, expected, strict=True):
         assert torch.allclose(mine, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
 
@@ -221,8 +221,8 @@ def test_off_by_choice_without_a_compiler_and_with_a_broken_one(monkeypatch, fre
     native._loaded.cache_clear()
     assert "cannot compile" in str(native.off_reason())
     assert not list((fresh / "kvcore").glob("*.so"))
-    planes = [Plane(2, torch.randint(0, 4, (1, 32, 5), dtype=torch.uint8))]
-    assert products.integer_logits(planes, torch.randn(3, 5)).shape == (3, 32)
+    plane = Plane(2, torch.randint(0, 4, (1, 32, 5), dtype=torch.uint8)).operand
+    assert torch_planes.plane_logits(torch.randn(1, 3, 5), [plane]).shape == (1, 3, 32)
 
 
 @needs_native

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import OPERATORS, Operands, Shape
 from conftest import skip_bf16_in_interpreter
-from tolerances import GRADIENT, LOGITS, OUTPUT
+from tolerances import GRADIENT, LOGITS, OUTPUT, PLANES
 
 from kvcore.kernels import dispatch, reference, reference_compressed, torch_compressed, torch_path
 from kvcore.kernels.backend import interpreted
@@ -19,6 +19,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 257, 1000, 8193]
 INTERPRETED_LENGTHS = (1, 17, 65, 257)
 LOGIT_OPERATORS = ("scores-second-order", "scores-first-order", "coordinates-4-2", "coordinates-8")
+PLANE_OPERATORS = ("plane-logits", "plane-mix")
 
 
 def check(name: str, shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> None:
@@ -27,6 +28,7 @@ def check(name: str, shape: Shape, dtype: torch.dtype, device: str, seed: int = 
     found = public(*args, **options)
     expected = specification(*args, **options)
     tables = (LOGITS, LOGITS) if name in LOGIT_OPERATORS else (OUTPUT, LOGITS)
+    tables = (PLANES,) if name in PLANE_OPERATORS else tables
     if isinstance(found, torch.Tensor):
         found, expected, tables = (found,), (expected,), tables[:1]
     for actual, wanted, table in zip(found, expected, tables, strict=True):

@@ -55,9 +55,7 @@ def plane_logits_kernel(
         p_r = p_rows + (i_stream * num_rows + o_row)[:, None] * num_coefficients + o_k[None, :]
         b_rows = tl.load(p_r, mask=b_live[:, None] & b_used[None, :], other=0.0)
         b_mask = b_used[:, None] & b_inside[None, :]
-        b_codes = load_field(
-            p_stream, o_byte[None, :], o_field[None, :], o_k[:, None], b_mask, num_coefficients, WIDTH
-        )
+        b_codes = load_field(p_stream, o_byte[None, :], o_field[None, :], o_k[:, None], b_mask, num_coefficients, WIDTH)
         b_logits += tl.dot(b_rows, b_codes.to(b_rows.dtype), input_precision="ieee")
     o_token = o_field.to(tl.int64) * num_bytes + o_byte
     p_l = p_logits + (i_stream * num_rows + o_row)[:, None] * (8 // WIDTH * num_bytes) + o_token[None, :]
@@ -98,9 +96,7 @@ def plane_mix_kernel(
         o_token = o_field.to(tl.int64) * num_bytes + o_byte
         b_weights = tl.load(p_w + o_token[None, :], mask=b_live[:, None] & b_inside[None, :], other=0.0)
         b_mask = b_inside[:, None] & b_used[None, :]
-        b_codes = load_field(
-            p_stream, o_byte[:, None], o_field[:, None], o_k[None, :], b_mask, num_coefficients, WIDTH
-        )
+        b_codes = load_field(p_stream, o_byte[:, None], o_field[:, None], o_k[None, :], b_mask, num_coefficients, WIDTH)
         b_mixed += tl.dot(b_weights, b_codes.to(b_weights.dtype), input_precision="ieee")
     o_out = (i_split.to(tl.int64) * num_streams + i_stream) * num_rows + o_row
     p_m = p_mixed + o_out[:, None] * num_coefficients + o_k[None, :]
