@@ -5,7 +5,7 @@ matrix: a step then takes two or three products, however many widths are in use.
 length; a byte holds one coefficient's codes of tokens from different lines (its fields), so that tokens folded in later
 are more columns, whatever the width.
 
-Legend: S streams, K plane rows (coefficients), M tokens, c = M / 8 columns, P rows, w width.
+Legend: S streams, K plane rows (coefficients), R coefficients, M tokens, c = M / 8 columns, P rows, w width.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from torch import Tensor
 
 from freqdepth.codes import UNQUANTIZED
 from kvcore.kernels import native
+from kvcore.kernels.native.plane_floats import Layout, Runs
 from kvcore.state import BatchedState
 
 LINES = 8
+# Most rows a head for which fp32 products are taken in C: from here on the matrix products of torch are faster.
+MOST_FLOAT_ROWS = 24
 
 
 def plane_widths(bits: int) -> list[tuple[int, int]]:
@@ -70,6 +73,17 @@ def _plane_layout(widths: tuple[tuple[int, int], ...]) -> dict[int, list[Rows]]:
 def plane_rows(widths: Sequence[tuple[int, int]]) -> list[Rows]:
     """The rows of all planes, one plane after the other."""
     return [rows for parts in plane_layout(widths).values() for rows in parts]
+
+
+@lru_cache(maxsize=1024)
+def plane_runs(widths: tuple[tuple[int, int], ...]) -> Layout:
+    """`plane_layout` as the products in C take it: (width, runs) per plane."""
+    return tuple((width, runs_of(rows)) for width, rows in _plane_layout(widths).items())
+
+
+def runs_of(rows: list[Rows]) -> Runs:
+    """One plane's rows as C takes them."""
+    return tuple((r.columns.start, r.columns.stop - r.columns.start, r.shift) for r in rows)
 
 
 def to_planes(x: Tensor, rows: list[Rows]) -> Tensor:
@@ -166,7 +180,11 @@ def add_codes(total: Tensor, planes: list[Plane], parts: Iterable[list[Rows]], s
     in_c = total.device.type == "cpu" and native.off_reason() is None
     for plane, rows in zip(planes, parts, strict=True):
         if in_c:
-            runs = [(r.columns.start, r.columns.stop - r.columns.start, r.shift) for r in rows]
-            native.add_plane_codes(total, plane.packed[some].flatten(1, 2), plane.width, runs)
+            native.add_plane_codes(total, plane.packed[some].flatten(1, 2), plane.width, runs_of(rows))
         else:
             add_planes(total, plane.codes(some).flatten(1, 2)[:, : total.shape[1]], rows)
+
+
+def few_rows(rows: Tensor) -> bool:
+    """Whether fp32 products of rows [..., P, n] with codes are taken in C, which never writes the codes out."""
+    return rows.device.type == "cpu" and rows.shape[-2] <= MOST_FLOAT_ROWS and native.off_reason() is None

@@ -3,6 +3,7 @@
 Without a compiler, on another processor or with `KVCORE_NATIVE=0` the callers take their torch path: the same sums.
 
 planes.c         exact integer products with planes whose bytes lie coefficient by coefficient, and their codes
+plane_floats.c   fp32 products of a few rows with such planes (called from `plane_floats.py`)
 lines.c          fp32 products with lines packed by `kvcore.quant.pack`, whose bytes lie token by token
 coordinates.c    fp32 products with tokens kept as a few coordinates, a byte per token and line
 segments.c       sums of runs of neighbours
@@ -56,6 +57,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
         function.argtypes = [pointer, count, count, ctypes.c_int, pointer, count, count, pointer, count]
     library.plane_codes.argtypes = [pointer, count, count, count, ctypes.c_int, pointer, count, pointer, count, count]
     library.plane_codes.restype = None
+    for function in (library.plane_dot, library.plane_sum):
+        function.argtypes = [pointer, count, pointer, pointer, pointer, *[count] * 6, pointer, count, pointer, count]
     lines = (pointer, ctypes.c_int, count, count, count, pointer, count)
     library.lines_logits.argtypes = [*lines, pointer, ctypes.c_int]
     library.lines_mix.argtypes = [*lines, count, pointer, ctypes.c_int]
