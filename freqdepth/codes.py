@@ -66,7 +66,11 @@ class Digits:
         scale: fp32 [P, 1].
     """
 
-    def __init__(self, rows: Tensor, dithered: bool = False) -> None:
+    def __init__(self, digits: Tensor, scale: Tensor, most: int) -> None:
+        self.digits, self.scale, self.most = digits, scale, most
+
+    @classmethod
+    def of(cls, rows: Tensor, dithered: bool = False) -> Digits:
         """Digits of rows.
 
         Args:
@@ -75,16 +79,13 @@ class Digits:
                 long text whose tokens have less than half a unit each, nothing would be left by the nearest. What is 0
                 stays 0.
         """
-        rows = rows.float()
+        rows, most = rows.float(), largest_digit(rows.shape[1])
         largest = rows.abs().amax(-1, keepdim=True).clamp_min_(1e-30)
-        # from 66K entries on smaller digits: sums of digit times code must hold in int32 when all are alike
-        self.most = max(1, min(_DIGIT, (2**31 - 1) // (255 * rows.shape[1])))
-        self.scale = largest / self.most
-        scaled = rows * (self.most / largest)
+        scaled = rows * (most / largest)
         high = scaled.round()
-        low = scaled.sub_(high).mul_(2 * self.most)
+        low = scaled.sub_(high).mul_(2 * most)
         low = low.add_(_dither(rows.shape[1], rows.device)).floor_() if dithered else low.round_()
-        self.digits = torch.cat([high, low]).to(torch.int8)
+        return cls(torch.cat([high, low]).to(torch.int8), largest / most, most)
 
     def sums(self, codes: Tensor, start: int = 0) -> Tensor:
         """The digits' products `[:, start : start + k] @ codes` for int8 codes [k, N]: int32 [2 * P, N]."""
@@ -98,10 +99,15 @@ class Digits:
         return high.add_(low, alpha=1 / (2 * self.most))
 
 
+def largest_digit(count: int) -> int:
+    """Of rows of `count` entries: sums of digit times code must hold in int32 when all are alike (from 66K on)."""
+    return max(1, min(_DIGIT, (2**31 - 1) // (255 * count)))
+
+
 def _dither(count: int, device: torch.device) -> Tensor:
-    """[count] numbers in [0, 1) of which every run is spread evenly: multiples of the golden ratio."""
-    steps = torch.arange(count, device=device, dtype=torch.float64)
-    return steps.mul_((5**0.5 - 1) / 2).frac_().float().clamp_max_(1 - 2**-24)
+    """[count] numbers in [0, 1) of which every run is spread evenly: multiples of the golden ratio, of 24 bits."""
+    steps = torch.arange(count, device=device).mul_(2654435769).bitwise_and_(2**32 - 1)
+    return steps.bitwise_right_shift_(8).float().mul_(2**-24)
 
 
 def code_offsets(widths: list[tuple[int, int]]) -> Tensor:

@@ -16,17 +16,16 @@ from kvcore.kernels import native
 MOST_NATIVE_ROWS = 64
 
 
-def integer_logits(planes: list[Plane], rows: Tensor) -> Tensor:
-    """`rows @ codesᵀ`: plane rows' numbers [P, K] -> fp32 [P, M]."""
-    digits = Digits(rows)
+def integer_logits(planes: list[Plane], digits: Digits) -> Tensor:
+    """`rows @ codesᵀ`: digits of plane rows' numbers [P, K] -> fp32 [P, M]."""
     counts = [plane.packed.shape[-1] for plane in planes]
     parts = digits.digits.split(counts, dim=-1)
-    if _in_c(digits):
+    if in_c(digits.scale.shape[0]):
         total = torch.zeros(parts[0].shape[0], planes[0].num_tokens, dtype=torch.int32)
         for plane, part in zip(planes, parts, strict=True):
             native.add_plane_logits(total, part, plane.packed[0].flatten(0, 1), plane.width)
         return digits.joined(total).mul_(digits.scale)
-    joined = rows.new_zeros(rows.shape[0], planes[0].num_tokens)
+    joined = torch.zeros(digits.scale.shape[0], planes[0].num_tokens)
     start = 0
     for plane, count in zip(planes, counts, strict=True):
         joined += _plane_logits(plane, digits, start)
@@ -34,11 +33,10 @@ def integer_logits(planes: list[Plane], rows: Tensor) -> Tensor:
     return joined.mul_(digits.scale)
 
 
-def integer_mix(planes: list[Plane], weights: Tensor) -> Tensor:
-    """`weights @ codes`: [P, M] -> fp32 [P, K]."""
-    digits = Digits(weights, dithered=True)
+def integer_mix(planes: list[Plane], digits: Digits) -> Tensor:
+    """`weights @ codes`: digits of weights [P, M] -> fp32 [P, K]."""
     counts = [plane.packed.shape[-1] for plane in planes]
-    inside = _in_c(digits)
+    inside = in_c(digits.scale.shape[0])
     total = torch.zeros(digits.digits.shape[0], sum(counts), dtype=torch.int32 if inside else torch.float32)
     for plane, part in zip(planes, total.split(counts, dim=-1), strict=True):
         if inside:
@@ -48,8 +46,9 @@ def integer_mix(planes: list[Plane], weights: Tensor) -> Tensor:
     return digits.joined(total).mul_(digits.scale)
 
 
-def _in_c(digits: Digits) -> bool:
-    return digits.digits.shape[0] <= MOST_NATIVE_ROWS and native.off_reason() is None
+def in_c(num_rows: int) -> bool:
+    """Whether the products of P rows are taken in C."""
+    return 2 * num_rows <= MOST_NATIVE_ROWS and native.off_reason() is None
 
 
 def _plane_logits(plane: Plane, digits: Digits, start: int) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
-from freqdepth.codes import UNQUANTIZED, code_offsets, encode, integer_path, padded
-from freqdepth.planes import LINES, Plane, add_planes, plane_layout, plane_rows, to_planes
-from freqdepth.products import integer_logits, integer_mix
+from freqdepth.codes import UNQUANTIZED, Digits, code_offsets, encode, integer_path, largest_digit, padded
+from freqdepth.planes import LINES, Plane, add_planes, plane_layout, plane_rows, plane_runs, to_planes
+from freqdepth.products import in_c, integer_logits, integer_mix
+from kvcore.kernels.native.digits import line_digits, plane_digits
 from kvcore.state import BatchedState
 
 # Folded tokens join the prompt's when this many have gathered.
@@ -93,35 +94,46 @@ class CoefficientStore(BatchedState):
             mine = scaled[..., : self.num_dense].to(wide)
             total = torch.matmul(mine, self.dense.flatten(1, 2).to(wide).mT).float()
         if self.planes:
-            codes = self._plane_logits(to_planes(scaled, plane_rows(self.widths)), integer_path(rows))
+            codes = self._plane_logits(scaled, integer_path(rows))
             total = codes if total is None else total.add_(codes)
         assert total is not None
         ordered = self._token_order(total.unflatten(-1, (LINES, -1)))
         return ordered.add_(torch.matmul(scaled, self.offset).unsqueeze(-1))
 
     def _plane_logits(self, rows: Tensor, integers: bool) -> Tensor:
-        """Products of plane rows' numbers [S, P, K] with the raw codes: [S, P, M]."""
+        """Products of coefficients' numbers [S, P, R] with the raw codes: [S, P, M]."""
+        if integers and in_c(rows.shape[1]):
+            most = largest_digit(sum(plane.packed.shape[-1] for plane in self.planes))
+            digits = Digits(*plane_digits(rows[0], plane_runs(tuple(self.widths)), most), most)
+            return integer_logits(self.planes, digits).unsqueeze(0)
+        numbers = to_planes(rows, plane_rows(self.widths))
         if integers:
-            return integer_logits(self.planes, rows[0]).unsqueeze(0)
-        parts = rows.split([plane.packed.shape[-1] for plane in self.planes], dim=-1)
+            return integer_logits(self.planes, Digits.of(numbers[0])).unsqueeze(0)
+        parts = numbers.split([plane.packed.shape[-1] for plane in self.planes], dim=-1)
         return torch.stack([plane.logits(part) for plane, part in zip(self.planes, parts, strict=True)]).sum(0)
 
     def mix(self, weights: Tensor) -> Tensor:
         """`weights · coefficients`: [S, P, M] -> [S, P, R], fp32."""
-        lines = self._line_order(weights.float())
-        output = lines.new_zeros(*lines.shape[:2], self.step.shape[1])
+        weights = weights.float()
+        output = weights.new_zeros(*weights.shape[:2], self.step.shape[1])
         if self.dense is not None:
-            output[..., : self.num_dense] = torch.matmul(lines, self.dense.flatten(1, 2).float())
+            output[..., : self.num_dense] = torch.matmul(self._line_order(weights), self.dense.flatten(1, 2).float())
         if self.planes:
-            add_planes(output, self._plane_mix(lines, integer_path(weights)), plane_rows(self.widths))
-        total = weights.sum(-1, keepdim=True, dtype=torch.float32)
-        return output.addcmul_(total, self.offset).mul_(self.step.unsqueeze(1))
+            add_planes(output, self._plane_mix(weights, integer_path(weights)), plane_rows(self.widths))
+        output.addcmul_(weights.sum(-1, keepdim=True), self.offset)
+        return output.mul_(self.step.unsqueeze(1))
 
     def _plane_mix(self, weights: Tensor, integers: bool) -> Tensor:
         """Products of weights [S, P, M] with the raw codes, per plane row: [S, P, K]."""
+        if integers and in_c(weights.shape[1]):
+            columns = padded(self.main_tokens) // LINES
+            most = largest_digit(LINES * columns + self.tail_tokens)
+            digits = Digits(*line_digits(weights[0], self.main_tokens, columns, self.tile_tokens, most), most)
+            return integer_mix(self.planes, digits).unsqueeze(0)
+        lines = self._line_order(weights)
         if integers:
-            return integer_mix(self.planes, weights[0]).unsqueeze(0)
-        return torch.cat([plane.mix(weights) for plane in self.planes], dim=-1)
+            return integer_mix(self.planes, Digits.of(lines[0], dithered=True)).unsqueeze(0)
+        return torch.cat([plane.mix(lines) for plane in self.planes], dim=-1)
 
     def _raw(self) -> list[Tensor]:
         """Per width, codes or coefficients [S, M, R_w] in token order."""

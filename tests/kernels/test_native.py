@@ -14,6 +14,7 @@ from cases import Operands, Shape, coordinates, depth
 from tolerances import LOGITS, OUTPUT
 
 from freqdepth import products
+from freqdepth.codes import Digits
 from freqdepth.planes import Plane
 from kvcore.kernels import backend_report, dispatch, native, reference, reference_compressed
 from kvcore.quant import pack
@@ -55,7 +56,7 @@ def test_sums_are_exact(width: int, num_rows: int, n: int, count: int) -> None:
 @pytest.mark.parametrize("num_tokens", [32, 104, 520])
 def test_the_c_form_equals_the_torch_form(monkeypatch, num_tokens: int) -> None:
     planes = [Plane(w, torch.randint(0, 2**w, (1, num_tokens, 11 * w), dtype=torch.uint8)) for w in (4, 2, 1)]
-    rows, weights = torch.randn(9, 77), torch.rand(9, num_tokens)
+    rows, weights = Digits.of(torch.randn(9, 77)), Digits.of(torch.rand(9, num_tokens), dithered=True)
     found = products.integer_logits(planes, rows), products.integer_mix(planes, weights)
     monkeypatch.setattr(products, "MOST_NATIVE_ROWS", 0)
     expected = products.integer_logits(planes, rows), products.integer_mix(planes, weights)
@@ -222,7 +223,7 @@ def test_off_by_choice_without_a_compiler_and_with_a_broken_one(monkeypatch, fre
     assert "cannot compile" in str(native.off_reason())
     assert not list((fresh / "kvcore").glob("*.so"))
     planes = [Plane(2, torch.randint(0, 4, (1, 32, 5), dtype=torch.uint8))]
-    assert products.integer_logits(planes, torch.randn(3, 5)).shape == (3, 32)
+    assert products.integer_logits(planes, Digits.of(torch.randn(3, 5))).shape == (3, 32)
 
 
 @needs_native

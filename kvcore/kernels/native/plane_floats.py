@@ -70,7 +70,7 @@ def _call(name: str, x: Tensor, total: Tensor, tokens: int, entries: int, codes:
     if not (num_rows and codes.packed):
         return
     columns = codes.packed[0].shape[2]
-    table, counts, reach = _table(codes.layout, columns)
+    table, counts, reach = layout_table(codes.layout, columns)
     last = codes.first + batch
     for packed, (width, _), count in zip(codes.packed, codes.layout, counts, strict=True):
         rows, *shape = packed.shape
@@ -89,8 +89,8 @@ def _call(name: str, x: Tensor, total: Tensor, tokens: int, entries: int, codes:
 
 
 @lru_cache(maxsize=1024)
-def _table(layout: Layout, columns: int) -> tuple[ctypes.Array[ctypes.c_int64], tuple[int, ...], int]:
-    """The layout as C reads it, the coefficients of each plane, and the entries that a row needs."""
+def layout_table(layout: Layout, columns: int = 0) -> tuple[ctypes.Array[ctypes.c_int64], tuple[int, ...], int]:
+    """The layout of planes with `columns` as C reads it, the coefficients of each plane, and the entries of a row."""
     table: list[int] = []
     for width, runs in layout:
         if any(start < 0 or size < 0 or place < 0 or place + width > 8 for start, size, place in runs):
