@@ -14,8 +14,9 @@ from torch import Tensor
 
 from freqdepth.codes import UNQUANTIZED, code_offsets, encode, step_sizes
 from freqdepth.metric import Metric
-from freqdepth.planes import LINES, Plane, add_codes, plane_layout
+from freqdepth.planes import LINES, Plane, add_codes, few_rows, plane_layout, plane_runs
 from freqdepth.transform import dct_basis
+from kvcore.kernels.native.plane_floats import PlaneCodes, add_plane_dot, add_plane_sum
 from kvcore.quant import packed_bytes
 from kvcore.state import BatchedState
 
@@ -146,13 +147,35 @@ class KltBasis(DepthBasis):
         return self.metric.rebuilt_layer(x, layer)
 
     def absorb(self, rows: Tensor, layer: int) -> Tensor:
-        product = torch.matmul(rows, self._layer_numbers(layer)).flatten(1, 2)
-        return product.addcmul_(rows.sum(-1).flatten(1, 2).unsqueeze(-1), self.offset).mul_(self.scale.unsqueeze(1))
+        if few_rows(rows):
+            product = rows.new_zeros(*rows.shape[:-1], self.scale.shape[1])
+            add_plane_sum(product, rows, self._layer_codes(layer))
+            if self.dense is not None:
+                product[..., : self.dense.shape[-1]] = torch.matmul(rows, self._layer_dense(self.dense, layer))
+        else:
+            product = torch.matmul(rows, self._layer_numbers(layer))
+        product.addcmul_(rows.sum(-1, keepdim=True), self.offset)
+        return product.flatten(1, 2).mul_(self.scale.unsqueeze(1))
 
     def expand(self, mixed: Tensor, layer: int, num_heads: int) -> Tensor:
-        scaled = mixed * self.scale.unsqueeze(1)
-        output = torch.matmul(scaled.unflatten(1, (num_heads, -1)), self._layer_numbers(layer).mT)
-        return output.add_(torch.matmul(scaled, self.offset).unflatten(1, (num_heads, -1)).unsqueeze(-1))
+        scaled = (mixed * self.scale.unsqueeze(1)).unflatten(1, (num_heads, -1))
+        output = torch.matmul(scaled, self.offset).unsqueeze(-1)
+        if not few_rows(scaled):
+            return output + torch.matmul(scaled, self._layer_numbers(layer).mT)
+        output = output.repeat(1, 1, 1, self.metric.shape[-1])
+        add_plane_dot(output, scaled, self._layer_codes(layer))
+        if self.dense is not None:
+            output += torch.matmul(scaled[..., : self.dense.shape[-1]], self._layer_dense(self.dense, layer).mT)
+        return output
+
+    def _layer_codes(self, layer: int) -> PlaneCodes:
+        """One layer's codes as C takes them: those of all S streams."""
+        packed = [plane.packed for plane in self.planes]
+        return PlaneCodes(packed, plane_runs(tuple(self.widths)), layer * self.scale.shape[0])
+
+    def _layer_dense(self, dense: Tensor, layer: int) -> Tensor:
+        """One layer's unquantised columns: fp32 [S, Hs, d, R']."""
+        return dense[layer].float().unflatten(1, self.metric.shape[2:])
 
     def project(self, x: Tensor, whole: Tensor) -> Tensor:
         features = self.metric.felt(x).permute(1, 3, 0, 2, 4).flatten(2)  # [S, M, D]

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from freqdepth.codes import UNQUANTIZED
 from kvcore.kernels import native
+from kvcore.kernels.plane_operands import LINES, Layout, Runs, add_planes
 from kvcore.state import BatchedState
 
-LINES = 8
+# Most rows a head for which fp32 products are taken in C: from here on the matrix products of torch are faster.
+MOST_FLOAT_ROWS = 24
 
 
 def plane_widths(bits: int) -> list[tuple[int, int]]:
@@ -67,23 +69,15 @@ def _plane_layout(widths: tuple[tuple[int, int], ...]) -> dict[int, list[Rows]]:
     return layout
 
 
-def plane_rows(widths: Sequence[tuple[int, int]]) -> list[Rows]:
-    """The rows of all planes, one plane after the other."""
-    return [rows for parts in plane_layout(widths).values() for rows in parts]
+@lru_cache(maxsize=1024)
+def plane_runs(widths: tuple[tuple[int, int], ...]) -> Layout:
+    """`plane_layout` as products take it: (width, runs) per plane."""
+    return tuple((width, runs_of(rows)) for width, rows in _plane_layout(widths).items())
 
 
-def to_planes(x: Tensor, rows: list[Rows]) -> Tensor:
-    """Coefficients' numbers [..., R] as those of plane rows [..., K], times the place values."""
-    return torch.cat([x[..., r.columns] * 2.0**r.shift if r.shift else x[..., r.columns] for r in rows], dim=-1)
-
-
-def add_planes(total: Tensor, x: Tensor, rows: list[Rows]) -> None:
-    """Add plane rows' numbers [..., K], times the place values, to the coefficients' [..., R] in place."""
-    first = 0
-    for r in rows:
-        count = r.columns.stop - r.columns.start
-        total[..., r.columns].add_(x[..., first : first + count], alpha=2**r.shift)
-        first += count
+def runs_of(rows: list[Rows]) -> Runs:
+    """One plane's rows as products take them."""
+    return tuple((r.columns.start, r.columns.stop - r.columns.start, r.shift) for r in rows)
 
 
 class Plane(BatchedState):
@@ -129,11 +123,6 @@ class Plane(BatchedState):
         fields = self.packed[some].unsqueeze(1) >> shifts[:, None, None, None]
         return fields.bitwise_and_(2**self.width - 1).flatten(1, 2)
 
-    @property
-    def operand(self) -> tuple[Tensor, int]:
-        """Bytes [S, w * c, K] and width, as products take them (`kvcore.kernels.plane_logits`)."""
-        return self.packed.flatten(1, 2), self.width
-
 
 def add_codes(total: Tensor, planes: list[Plane], parts: Iterable[list[Rows]], some: slice) -> None:
     """Add the planes' codes of some streams to `total` (uint8 [n, M, R], zeros), in C where that is available.
@@ -147,7 +136,12 @@ def add_codes(total: Tensor, planes: list[Plane], parts: Iterable[list[Rows]], s
     in_c = total.device.type == "cpu" and native.off_reason() is None
     for plane, rows in zip(planes, parts, strict=True):
         if in_c:
-            runs = [(r.columns.start, r.columns.stop - r.columns.start, r.shift) for r in rows]
-            native.add_plane_codes(total, plane.packed[some].flatten(1, 2), plane.width, runs)
+            native.add_plane_codes(total, plane.packed[some].flatten(1, 2), plane.width, runs_of(rows))
         else:
-            add_planes(total, plane.codes(some).flatten(1, 2)[:, : total.shape[1]], rows)
+            codes = plane.codes(some).flatten(1, 2)[:, : total.shape[1]]
+            add_planes(total, codes, ((plane.width, runs_of(rows)),))
+
+
+def few_rows(rows: Tensor) -> bool:
+    """Whether fp32 products of rows [..., P, n] with codes are taken in C, which never writes the codes out."""
+    return rows.device.type == "cpu" and rows.shape[-2] <= MOST_FLOAT_ROWS and native.off_reason() is None

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from freqdepth.basis import DepthBasis, KltBasis
 from freqdepth.codes import UNQUANTIZED
-from freqdepth.planes import LINES, Plane, Rows, add_codes, plane_widths
+from freqdepth.planes import LINES, Plane, Rows, add_codes, few_rows, plane_widths, runs_of
+from kvcore.kernels.native.plane_floats import PlaneCodes, TokenScales, add_plane_dot, add_plane_sum
 from kvcore.quant import decode_scales, encode_scales
 from kvcore.state import BatchedState
 
@@ -56,6 +57,26 @@ class Corrections(BatchedState):
         step, base = decode_scales(self.scale[some], self.zero[some])
         grouped = _grouped(numbers, self.group)
         return torch.addcmul(base.unsqueeze(-1), grouped, step.unsqueeze(-1)).flatten(-2)[..., :size]
+
+    def add_logits(self, total: Tensor, rows: Tensor, some: slice) -> None:
+        """Add products of rows [n, P, d] with some lines to fp32 [n, P, r] in place."""
+        if self.dense is not None or not few_rows(rows):
+            total += torch.matmul(rows, self.decoded(some).mT)
+            return
+        add_plane_dot(total.unsqueeze(1), rows.unsqueeze(1), self._in_c(some))
+
+    def add_output(self, total: Tensor, weights: Tensor, some: slice) -> None:
+        """Add some lines, weighted by [n, P, r], to fp32 [n, P, d] in place."""
+        if self.dense is not None or not few_rows(weights):
+            total += torch.matmul(weights, self.decoded(some))
+            return
+        add_plane_sum(total.unsqueeze(1), weights.unsqueeze(1), self._in_c(some))
+
+    def _in_c(self, some: slice) -> PlaneCodes:
+        """Lines from the first of `some` on as C takes them."""
+        layout = tuple((p.width, runs_of(parts)) for p, parts in zip(self.planes, self.parts, strict=True))
+        scales = TokenScales(self.scale, self.zero, self.group)
+        return PlaneCodes([plane.packed for plane in self.planes], layout, some.start, scales)
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:
@@ -111,19 +132,39 @@ class ResidualStore(BatchedState):
 
     def add_logits(self, logits: Tensor, rows: Tensor, layer: int) -> None:
         """Add the corrections' part to the shared heads' logits [H', P, M] in place; `rows` as the basis takes them."""
-        correction = self.layer(layer)
+        first = logits[..., : self.num_tokens]
         if len(self.members) == rows.shape[0]:
-            logits[..., : self.num_tokens] += torch.matmul(rows, correction.mT)
+            self._add_logits(first, rows, layer)
         else:
-            logits[self.members, :, : self.num_tokens] += torch.matmul(rows[self.members], correction.mT)
+            part = first[self.members]
+            self._add_logits(part, rows[self.members], layer)
+            first[self.members] = part
 
     def add_output(self, output: Tensor, weights: Tensor, layer: int) -> None:
         """Add the corrections' part to the shared heads' output [H', P, d], as the basis gives it, in place."""
-        correction, first = self.layer(layer), weights[..., : self.num_tokens]
+        first = weights[..., : self.num_tokens]
         if len(self.members) == weights.shape[0]:
-            output += torch.matmul(first, correction)
+            self._add_output(output, first, layer)
         else:
-            output[self.members] += torch.matmul(first[self.members], correction)
+            part = output[self.members]
+            self._add_output(part, first[self.members], layer)
+            output[self.members] = part
+
+    def _add_logits(self, logits: Tensor, rows: Tensor, layer: int) -> None:
+        if self.mixing is None:
+            self.components.add_logits(logits, rows, self._lines(layer))
+        else:
+            logits += torch.matmul(rows, self.layer(layer).mT)
+
+    def _add_output(self, output: Tensor, weights: Tensor, layer: int) -> None:
+        if self.mixing is None:
+            self.components.add_output(output, weights, self._lines(layer))
+        else:
+            output += torch.matmul(weights, self.layer(layer))
+
+    def _lines(self, layer: int) -> slice:
+        """One layer's lines when there is a component per layer."""
+        return slice(layer * len(self.heads), (layer + 1) * len(self.heads))
 
     def rebuilt(self, layer: int, basis: DepthBasis) -> Tensor:
         """Corrections of one layer as the model reads them: fp32 [Hres, r, d]."""
@@ -132,10 +173,8 @@ class ResidualStore(BatchedState):
 
     def layer(self, layer: int) -> Tensor:
         """Corrections of one layer as stored: fp32 [Hres, r, d]."""
-        count = len(self.heads)
         if self.mixing is None:
-            lines = slice(layer * count, (layer + 1) * count)
-            return self.components.decoded(lines)
-        stacked = self.components.decoded().unflatten(0, (-1, count))
+            return self.components.decoded(self._lines(layer))
+        stacked = self.components.decoded().unflatten(0, (-1, len(self.heads)))
         correction = torch.einsum("c,chrd->hrd", self.mixing[layer], stacked)
         return correction if self.rotation is None else correction @ self.rotation[layer].float().mT

@@ -10,8 +10,9 @@ import torch.nn.functional as F  # noqa: N812 - the name torch itself uses
 from torch import Tensor
 
 from freqdepth.codes import UNQUANTIZED, code_offsets, encode, padded
-from freqdepth.planes import LINES, Plane, add_planes, plane_layout, plane_rows, to_planes
+from freqdepth.planes import Plane, plane_layout, plane_runs
 from kvcore.kernels import plane_logits, plane_mix
+from kvcore.kernels.plane_operands import LINES, CoefficientPlanes, TokenLines
 from kvcore.state import BatchedState
 
 # Folded tokens join the prompt's when this many have gathered.
@@ -61,23 +62,15 @@ class CoefficientStore(BatchedState):
         """Unquantised coefficients, which come first."""
         return 0 if self.dense is None else self.dense.shape[-1]
 
-    def _token_order(self, x: Tensor) -> Tensor:
-        """[..., 8, c] as [..., M]: the prompt, then the folded tokens, without padding."""
-        columns = padded(self.main_tokens) // LINES
-        main = x[..., :columns].flatten(-2)[..., : self.main_tokens]
-        if not self.tail_tokens:
-            return main
-        tiles = x[..., columns:].unflatten(-1, (-1, self.tile_tokens // LINES))  # [..., 8, tiles, columns of a tile]
-        return torch.cat([main, tiles.transpose(-3, -2).flatten(-3)], dim=-1)
+    @property
+    def lines(self) -> TokenLines:
+        """Where the tokens stand: the prompt, then the folded ones."""
+        return TokenLines(self.main_tokens, padded(self.main_tokens) // LINES, self.tail_tokens, self.tile_tokens)
 
-    def _line_order(self, x: Tensor) -> Tensor:
-        """The inverse of `_token_order`, with zeros for the padding: [..., M] -> [..., 8 * c]."""
-        missing = padded(self.main_tokens) - self.main_tokens
-        main = F.pad(x[..., : self.main_tokens], (0, missing)).unflatten(-1, (LINES, -1))
-        if not self.tail_tokens:
-            return main.flatten(-2)
-        tail = x[..., self.main_tokens :].unflatten(-1, (-1, LINES, self.tile_tokens // LINES))
-        return torch.cat([main, tail.transpose(-3, -2).flatten(-2)], dim=-1).flatten(-2)
+    def _codes(self) -> CoefficientPlanes:
+        """The quantised coefficients as products take them."""
+        packed = [plane.packed.flatten(1, 2) for plane in self.planes]
+        return CoefficientPlanes(packed, plane_runs(tuple(self.widths)), self.step.shape[1], self.lines)
 
     def logits(self, rows: Tensor) -> Tensor:
         """`rows · coefficients`: [S, P, R] -> [S, P, M], fp32.
@@ -87,43 +80,37 @@ class CoefficientStore(BatchedState):
         head of its stream, so that a sum of them passes through numbers much larger than one layer's logit.
         """
         scaled = rows.float() * self.step.unsqueeze(1)
-        total: Tensor | None = None
+        total = torch.matmul(scaled, self.offset).unsqueeze(-1)
+        if self.planes:
+            total = plane_logits(scaled, self._codes()).add_(total)
         if self.dense is not None:
             wide = torch.float64 if self.dense.dtype == torch.float32 else torch.float32
             mine = scaled[..., : self.num_dense].to(wide)
-            total = torch.matmul(mine, self.dense.flatten(1, 2).to(wide).mT).float()
-        if self.planes:
-            codes = plane_logits(to_planes(scaled, plane_rows(self.widths)), self._operands())
-            total = codes if total is None else total.add_(codes)
-        assert total is not None
-        ordered = self._token_order(total.unflatten(-1, (LINES, -1)))
-        return ordered.add_(torch.matmul(scaled, self.offset).unsqueeze(-1))
-
-    def _operands(self) -> list[tuple[Tensor, int]]:
-        return [plane.operand for plane in self.planes]
+            total = self.lines.to_tokens(torch.matmul(mine, self.dense.flatten(1, 2).to(wide).mT).float()) + total
+        return total
 
     def mix(self, weights: Tensor) -> Tensor:
         """`weights · coefficients`: [S, P, M] -> [S, P, R], fp32."""
-        lines = self._line_order(weights.float())
-        output = lines.new_zeros(*lines.shape[:2], self.step.shape[1])
-        if self.dense is not None:
-            output[..., : self.num_dense] = torch.matmul(lines, self.dense.flatten(1, 2).float())
+        weights = weights.float()
         if self.planes:
-            add_planes(output, plane_mix(lines, self._operands()), plane_rows(self.widths))
-        total = weights.sum(-1, keepdim=True, dtype=torch.float32)
-        return output.addcmul_(total, self.offset).mul_(self.step.unsqueeze(1))
+            output = plane_mix(weights, self._codes())
+        else:
+            output = weights.new_zeros(*weights.shape[:2], self.step.shape[1])
+        if self.dense is not None:
+            output[..., : self.num_dense] = torch.matmul(self.lines.to_lines(weights), self.dense.flatten(1, 2).float())
+        return output.addcmul_(weights.sum(-1, keepdim=True), self.offset).mul_(self.step.unsqueeze(1))
 
     def _raw(self) -> list[Tensor]:
         """Per width, codes or coefficients [S, M, R_w] in token order."""
         found: dict[int, Tensor] = {}
         for plane, parts in zip(self.planes, plane_layout(self.widths).values(), strict=True):
-            codes = self._token_order(plane.codes().movedim(-1, 1)).mT
+            codes = self.lines.to_tokens(plane.codes().movedim(-1, 1).flatten(-2)).mT
             pieces = codes.split([rows.columns.stop - rows.columns.start for rows in parts], dim=-1)
             for rows, piece in zip(parts, pieces, strict=True):
                 shifted = piece << rows.shift
                 found[rows.index] = found[rows.index] | shifted if rows.index in found else shifted
         if self.dense is not None:
-            found[0] = self._token_order(self.dense.movedim(-1, 1)).mT
+            found[0] = self.lines.to_tokens(self.dense.movedim(-1, 1).flatten(-2)).mT
         return [found[index] for index in range(len(self.widths))]
 
     def coefficients(self, dtype: torch.dtype = torch.float32) -> Tensor:

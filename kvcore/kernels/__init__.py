@@ -4,7 +4,7 @@ reference.py, reference_compressed.py    the specification: plain fp32 torch, sa
 torch_path.py, torch_compressed.py,
 torch_coordinates.py, torch_planes.py    the vectorised path, for CPUs and for anything Triton does not cover
 unpacking.py                             bit planes into numbers, a tile at a time
-operands.py                              shared coefficients, bands
+operands.py, plane_operands.py           shared coefficients, bands, planes
 triton/                                  one Triton kernel per file
 native/                                  products with packed codes in C, built where a compiler is found
 ops.py                                   the Triton kernels as torch custom operators

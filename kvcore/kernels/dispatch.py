@@ -5,14 +5,13 @@ Legend: see `reference.py` and `reference_compressed.py`, which hold the shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from kvcore.kernels import native, ops, torch_compressed, torch_coordinates, torch_path, torch_planes
 from kvcore.kernels.backend import use_native, use_triton, use_triton_products
 from kvcore.kernels.operands import Coefficients, grouped_logits_bias
+from kvcore.kernels.plane_operands import CoefficientPlanes, add_planes, to_planes
 from kvcore.kernels.torch_compressed import PackedProducts
 from kvcore.quant import QuantizedTensor, decode_scales
 
@@ -123,20 +122,23 @@ def coordinate_logits(
     return logits if out is None else out.copy_(logits)
 
 
-def plane_logits(rows: Tensor, planes: Sequence[tuple[Tensor, int]]) -> Tensor:
+def plane_logits(rows: Tensor, codes: CoefficientPlanes) -> Tensor:
     """Products fp32 [S, P, M] of rows with codes kept as planes. See `reference_compressed.plane_logits`."""
     if not use_triton_products(rows):
-        return torch_planes.plane_logits(rows, planes)
-    parts = rows.float().split([packed.shape[-1] for packed, _ in planes], dim=-1)
-    products = [ops.plane_logits(part, *plane) for part, plane in zip(parts, planes, strict=True)]
-    return sum(products[1:], products[0])
+        return torch_planes.plane_logits(rows, codes)
+    parts = to_planes(rows.float(), codes.layout).split(codes.counts, dim=-1)
+    products = [ops.plane_logits(part, *plane) for part, plane in zip(parts, codes.planes(), strict=True)]
+    return codes.lines.to_tokens(sum(products[1:], products[0]))
 
 
-def plane_mix(weights: Tensor, planes: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Weights times codes kept as planes, fp32 [S, P, K]. See `reference_compressed.plane_mix`."""
+def plane_mix(weights: Tensor, codes: CoefficientPlanes) -> Tensor:
+    """Weights times codes kept as planes, fp32 [S, P, R]. See `reference_compressed.plane_mix`."""
     if not use_triton_products(weights):
-        return torch_planes.plane_mix(weights, planes)
-    return torch.cat([ops.plane_mix(weights.float(), *plane) for plane in planes], dim=-1)
+        return torch_planes.plane_mix(weights, codes)
+    lines = codes.lines.to_lines(weights.float())
+    mixed = lines.new_zeros(*lines.shape[:2], codes.num_coefficients)
+    add_planes(mixed, torch.cat([ops.plane_mix(lines, *plane) for plane in codes.planes()], dim=-1), codes.layout)
+    return mixed
 
 
 def segment_sums(values: Tensor, starts: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ def _(query: Tensor, codes: Tensor, dims: list[int], bits: list[int], offset: Te
 
 @torch.library.custom_op(f"{_NAMESPACE}::plane_logits", mutates_args=())
 def plane_logits(rows: Tensor, packed: Tensor, width: int) -> Tensor:
-    """Rows [S, P, K] times the codes of one plane uint8 [S, n, K]. See `reference_compressed.plane_logits`."""
+    """Rows [S, P, K] times the codes of one plane uint8 [S, n, K]. See `triton.planes`."""
     from kvcore.kernels.triton import planes
 
     return planes.plane_logits(rows, packed, width)
@@ -195,7 +195,7 @@ def _(rows: Tensor, packed: Tensor, width: int) -> Tensor:
 
 @torch.library.custom_op(f"{_NAMESPACE}::plane_mix", mutates_args=())
 def plane_mix(weights: Tensor, packed: Tensor, width: int) -> Tensor:
-    """Weights [S, P, M] times the codes of one plane uint8 [S, n, K]. See `reference_compressed.plane_mix`."""
+    """Weights [S, P, M] times the codes of one plane uint8 [S, n, K]. See `triton.planes`."""
     from kvcore.kernels.triton import planes
 
     return planes.plane_mix(weights, packed, width)

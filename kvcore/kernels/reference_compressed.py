@@ -6,12 +6,11 @@ span, R components, m coordinates, d head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from kvcore.kernels.operands import Coefficients
+from kvcore.kernels.plane_operands import CoefficientPlanes, add_planes
 from kvcore.kernels.reference import decode_attention
 from kvcore.quant import QuantizedTensor
 
@@ -152,27 +151,28 @@ def coordinate_logits(query: Tensor, codes: Tensor, parts: list[tuple[int, int]]
     return torch.matmul(query.float(), repeated) + offset.float().unsqueeze(-1)
 
 
-def plane_codes(packed: Tensor, width: int) -> Tensor:
-    """Codes uint8 [S, M, K] of a plane [S, n, K]: token f * n + i is in the bits from f * width on of byte row i."""
-    fields = [(packed >> shift) & (2**width - 1) for shift in range(0, 8, width)]
-    return torch.cat(fields, dim=1)
+def plane_codes(codes: CoefficientPlanes) -> Tensor:
+    """The codes themselves: uint8 [S, M, R]."""
+    whole = codes.packed[0].new_zeros(codes.packed[0].shape[0], codes.lines.places, codes.num_coefficients)
+    for packed, (width, runs) in zip(codes.packed, codes.layout, strict=True):
+        fields = torch.cat([(packed >> place) & (2**width - 1) for place in range(0, 8, width)], dim=1)
+        add_planes(whole, fields, ((width, runs),))
+    return codes.lines.to_tokens(whole.mT).mT
 
 
-def plane_logits(rows: Tensor, planes: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Products of rows with codes that are kept as planes (freqdepth.md, section 4): what a query gives every token.
+def plane_logits(rows: Tensor, codes: CoefficientPlanes) -> Tensor:
+    """Products of rows with codes that are kept as planes: what a query gives every token (freqdepth.md, section 4).
 
     Args:
-        rows: [S, P, K], the planes' coefficients one after another.
-        planes: (bytes uint8 [S, n, K'], width 1, 2 or 4) of each plane; n * 8 / width is M for all.
+        rows: [S, P, R].
+        codes: [S, M, R] in planes.
 
     Returns:
         fp32 [S, P, M].
     """
-    codes = torch.cat([plane_codes(packed, width) for packed, width in planes], dim=-1)
-    return torch.matmul(rows.float(), codes.float().mT)
+    return torch.matmul(rows.float(), plane_codes(codes).float().mT)
 
 
-def plane_mix(weights: Tensor, planes: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Weights fp32 [S, P, M] times the codes of planes: fp32 [S, P, K]. See `plane_logits`."""
-    codes = torch.cat([plane_codes(packed, width) for packed, width in planes], dim=-1)
-    return torch.matmul(weights.float(), codes.float())
+def plane_mix(weights: Tensor, codes: CoefficientPlanes) -> Tensor:
+    """Weights [S, P, M] times codes that are kept as planes: fp32 [S, P, R]. See `plane_logits`."""
+    return torch.matmul(weights.float(), plane_codes(codes).float())

@@ -1,52 +1,56 @@
 """Products with planes on a CPU, or wherever Triton does not run: in integers for one stream on a CPU (in C where that
 is available), else in floats.
 
-Legend: S streams, P rows, K coefficients of all planes, n byte rows of a plane, F = 8 / width fields of a byte,
-M = F * n tokens, padding included.
+Legend: S streams, P rows, R coefficients, K coefficients of one or all planes, n byte rows of a plane, F = 8 / width
+fields of a byte, M tokens, L places of the lines.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvcore.kernels import native
-
-Planes = Sequence[tuple[Tensor, int]]  # bytes uint8 [S, n, K'] and width of each
+from kvcore.kernels.native.digits import line_digits, plane_digits
+from kvcore.kernels.plane_operands import CoefficientPlanes, add_planes, to_planes
 
 # Most rows of digits that the C form takes: from here on the matrix products of torch are faster.
 MOST_NATIVE_ROWS = 64
 _DIGIT = 127  # the largest of 8 bits with a sign
 
 
-def plane_logits(rows: Tensor, planes: Planes) -> Tensor:
+def plane_logits(rows: Tensor, codes: CoefficientPlanes) -> Tensor:
     """See `reference_compressed.plane_logits`. Integers are exact to 2 ** -15 of a row's largest entry."""
-    counts = [packed.shape[-1] for packed, _ in planes]
     if _in_integers(rows):
-        return _integer_logits(rows[0], planes, counts).unsqueeze(0)
-    parts = rows.float().split(counts, dim=-1)
+        return codes.lines.to_tokens(_integer_logits(rows[0].float(), codes)).unsqueeze(0)
+    parts = to_planes(rows.float(), codes.layout).split(codes.counts, dim=-1)
     products = [
         torch.cat([torch.matmul(part * factor, field.float().mT) for field, factor in _fields(packed, width)], dim=-1)
-        for part, (packed, width) in zip(parts, planes, strict=True)
+        for part, (packed, width) in zip(parts, codes.planes(), strict=True)
     ]
-    return torch.stack(products).sum(0)
+    return codes.lines.to_tokens(torch.stack(products).sum(0))
 
 
-def plane_mix(weights: Tensor, planes: Planes) -> Tensor:
+def plane_mix(weights: Tensor, codes: CoefficientPlanes) -> Tensor:
     """See `reference_compressed.plane_mix`. In integers the sum of any run of weights is kept."""
     if _in_integers(weights):
-        return _integer_mix(weights[0], planes).unsqueeze(0)
-    mixed = []
-    for packed, width in planes:
-        parts = weights.float().chunk(8 // width, dim=-1)
-        products = [
-            torch.matmul(part * factor, field.float())
-            for part, (field, factor) in zip(parts, _fields(packed, width), strict=True)
-        ]
-        mixed.append(torch.stack(products).sum(0))
-    return torch.cat(mixed, dim=-1)
+        mixed = _integer_mix(weights[0].float(), codes).unsqueeze(0)
+    else:
+        lines = codes.lines.to_lines(weights.float())
+        mixed = torch.cat([_float_mix(lines, packed, width) for packed, width in codes.planes()], dim=-1)
+    total = mixed.new_zeros(*mixed.shape[:2], codes.num_coefficients)
+    add_planes(total, mixed, codes.layout)
+    return total
+
+
+def _float_mix(lines: Tensor, packed: Tensor, width: int) -> Tensor:
+    """[S, P, L] times the codes of one plane [S, n, K]."""
+    parts = lines.chunk(8 // width, dim=-1)
+    products = [
+        torch.matmul(part * factor, field.float())
+        for part, (field, factor) in zip(parts, _fields(packed, width), strict=True)
+    ]
+    return torch.stack(products).sum(0)
 
 
 def _in_integers(rows: Tensor) -> bool:
@@ -54,35 +58,38 @@ def _in_integers(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.shape[0] == 1
 
 
-def _in_c(digits: Digits) -> bool:
-    return digits.digits.shape[0] <= MOST_NATIVE_ROWS and native.off_reason() is None
+def _in_c(num_rows: int) -> bool:
+    return 2 * num_rows <= MOST_NATIVE_ROWS and native.off_reason() is None
 
 
-def _integer_logits(rows: Tensor, planes: Planes, counts: list[int]) -> Tensor:
-    """[P, K] -> fp32 [P, M]."""
-    digits = Digits(rows)
-    num_tokens = planes[0][0].shape[1] * (8 // planes[0][1])
-    if _in_c(digits):
-        parts = digits.digits.split(counts, dim=-1)
-        total = torch.zeros(parts[0].shape[0], num_tokens, dtype=torch.int32)
-        for (packed, width), part in zip(planes, parts, strict=True):
+def _integer_logits(rows: Tensor, codes: CoefficientPlanes) -> Tensor:
+    """[P, R] -> fp32 [P, L]."""
+    if _in_c(rows.shape[0]):
+        most = largest_digit(sum(codes.counts))
+        digits = Digits(*plane_digits(rows, codes.layout, most), most)
+        total = torch.zeros(digits.digits.shape[0], codes.lines.places, dtype=torch.int32)
+        for (packed, width), part in zip(codes.planes(), digits.digits.split(codes.counts, dim=-1), strict=True):
             native.add_plane_logits(total, part, packed[0], width)
         return digits.joined(total).mul_(digits.scale)
-    joined = rows.new_zeros(rows.shape[0], num_tokens, dtype=torch.float32)
+    digits = Digits.of(to_planes(rows, codes.layout))
+    joined = rows.new_zeros(rows.shape[0], codes.lines.places)
     start = 0
-    for (packed, width), count in zip(planes, counts, strict=True):
+    for packed, width in codes.planes():
         joined += _one_plane_logits(packed[0], width, digits, start)
-        start += count
+        start += packed.shape[-1]
     return joined.mul_(digits.scale)
 
 
-def _integer_mix(weights: Tensor, planes: Planes) -> Tensor:
-    """[P, M] -> fp32 [P, K]."""
-    digits = Digits(weights, dithered=True)
-    counts = [packed.shape[-1] for packed, _ in planes]
-    inside = _in_c(digits)
-    total = torch.zeros(digits.digits.shape[0], sum(counts), dtype=torch.int32 if inside else torch.float32)
-    for (packed, width), part in zip(planes, total.split(counts, dim=-1), strict=True):
+def _integer_mix(weights: Tensor, codes: CoefficientPlanes) -> Tensor:
+    """[P, M] -> fp32 [P, K of all planes]."""
+    lines, inside = codes.lines, _in_c(weights.shape[0])
+    if inside:
+        most = largest_digit(lines.places)
+        digits = Digits(*line_digits(weights, lines.main, lines.main_columns, lines.tile, most), most)
+    else:
+        digits = Digits.of(lines.to_lines(weights), dithered=True)
+    total = torch.zeros(digits.digits.shape[0], sum(codes.counts), dtype=torch.int32 if inside else torch.float32)
+    for (packed, width), part in zip(codes.planes(), total.split(codes.counts, dim=-1), strict=True):
         if inside:
             native.add_plane_mix(part, digits.digits, packed[0], width)
         else:
@@ -126,7 +133,11 @@ class Digits:
         scale: fp32 [P, 1].
     """
 
-    def __init__(self, rows: Tensor, dithered: bool = False) -> None:
+    def __init__(self, digits: Tensor, scale: Tensor, most: int) -> None:
+        self.digits, self.scale, self.most = digits, scale, most
+
+    @classmethod
+    def of(cls, rows: Tensor, dithered: bool = False) -> Digits:
         """Digits of rows.
 
         Args:
@@ -135,16 +146,13 @@ class Digits:
                 long text whose tokens have less than half a unit each, nothing would be left by the nearest. What is 0
                 stays 0.
         """
-        rows = rows.float()
+        rows, most = rows.float(), largest_digit(rows.shape[1])
         largest = rows.abs().amax(-1, keepdim=True).clamp_min_(1e-30)
-        # from 66K entries on smaller digits: sums of digit times code must hold in int32 when all are alike
-        self.most = max(1, min(_DIGIT, (2**31 - 1) // (255 * rows.shape[1])))
-        self.scale = largest / self.most
-        scaled = rows * (self.most / largest)
+        scaled = rows * (most / largest)
         high = scaled.round()
-        low = scaled.sub_(high).mul_(2 * self.most)
+        low = scaled.sub_(high).mul_(2 * most)
         low = low.add_(_dither(rows.shape[1], rows.device)).floor_() if dithered else low.round_()
-        self.digits = torch.cat([high, low]).to(torch.int8)
+        return cls(torch.cat([high, low]).to(torch.int8), largest / most, most)
 
     def sums(self, codes: Tensor, start: int = 0) -> Tensor:
         """The digits' products `[:, start : start + k] @ codes` for int8 codes [k, N]: int32 [2 * P, N]."""
@@ -158,7 +166,12 @@ class Digits:
         return high.add_(low, alpha=1 / (2 * self.most))
 
 
+def largest_digit(count: int) -> int:
+    """Of rows of `count` entries: sums of digit times code must hold in int32 when all are alike (from 66K on)."""
+    return max(1, min(_DIGIT, (2**31 - 1) // (255 * count)))
+
+
 def _dither(count: int, device: torch.device) -> Tensor:
-    """[count] numbers in [0, 1) of which every run is spread evenly: multiples of the golden ratio."""
-    steps = torch.arange(count, device=device, dtype=torch.float64)
-    return steps.mul_((5**0.5 - 1) / 2).frac_().float().clamp_max_(1 - 2**-24)
+    """[count] numbers in [0, 1) of which every run is spread evenly: multiples of the golden ratio, of 24 bits."""
+    steps = torch.arange(count, device=device).mul_(2654435769).bitwise_and_(2**32 - 1)
+    return steps.bitwise_right_shift_(8).float().mul_(2**-24)

@@ -33,7 +33,7 @@ def make_store(num_streams: int, num_tokens: int, widths=WIDTHS) -> tuple[Coeffi
 
 def test_digits_multiply_like_floats() -> None:
     rows, codes = torch.randn(9, 40), torch.randint(-128, 128, (40, 70), dtype=torch.int8)
-    digits = Digits(rows)
+    digits = Digits.of(rows)
     for first, last in ((0, 40), (3, 4), (8, 20)):  # one row of codes takes a way of its own
         found = digits.joined(digits.sums(codes[first:last], first)) * digits.scale
         exact = rows[:, first:last] @ codes[first:last].float()
@@ -48,7 +48,7 @@ def test_dithered_weights_keep_the_mass_of_many_small_ones(num_tokens: int) -> N
     weights[1, num_tokens // 2 :] = 0  # hidden entries get nothing
     weights[1, 3] = 0.95
     ones = torch.ones(num_tokens, 1, dtype=torch.int8)
-    digits = Digits(weights, dithered=True)
+    digits = Digits.of(weights, dithered=True)
     found = digits.joined(digits.sums(ones)) * digits.scale
     assert (found - weights.sum(-1, keepdim=True)).abs().max() < 1e-3
     hidden = digits.joined(digits.sums(ones[num_tokens // 2 :], num_tokens // 2)) * digits.scale
@@ -57,7 +57,7 @@ def test_dithered_weights_keep_the_mass_of_many_small_ones(num_tokens: int) -> N
 
 def test_digits_of_very_many_equal_entries_do_not_overflow() -> None:
     count = 2**17
-    digits = Digits(torch.ones(1, count), dithered=True)
+    digits = Digits.of(torch.ones(1, count), dithered=True)
     codes = torch.full((count, 8), 127, dtype=torch.int8)  # the C form has codes up to 255
     found = digits.joined(digits.sums(codes)) * digits.scale
     assert (found / (127 * count) - 1).abs().max() < 1e-3

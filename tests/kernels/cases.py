@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcore.kernels import Band, Coefficients, dispatch, reference, reference_compressed
+from kvcore.kernels.plane_operands import CoefficientPlanes, TokenLines
 from kvcore.quant import pack, quantize
 
 
@@ -170,26 +171,30 @@ def coordinates(parts: list[tuple[int, int]]) -> Callable[[Operands], Case]:
     return build
 
 
-def _planes(o: Operands) -> list[tuple[Tensor, int]]:
-    """Planes of 4, 2 and 1 bits over the same tokens, in one stream (integers on a CPU) or in one per KV head."""
+def _coefficient_planes(o: Operands) -> CoefficientPlanes:
+    """49 coefficients of 8, 6, 3, 2 and no bits in one stream (integers on a CPU) or one per KV head; two tiles."""
     s = o.shape
-    streams, lines = 1 if s.batch == 1 else s.kv_heads, -(-s.length // 8)
-    return [
-        (o.integers(0, 256, streams, lines * width, count).to(torch.uint8), width)
-        for width, count in ((4, 7), (2, 37), (1, 5))
+    streams, main = 1 if s.batch == 1 else s.kv_heads, max(0, s.length - 16)
+    lines = TokenLines(main, -(-main // 8), s.length - main, (s.length - main) // 2 // 8 * 8)
+    if s.length < 16:
+        lines = TokenLines(s.length, -(-s.length // 8))
+    layout = ((4, ((0, 5, 0), (0, 5, 4), (5, 9, 0))), (2, ((5, 9, 4), (14, 7, 0), (21, 20, 0))), (1, ((14, 7, 2),)))
+    packed = [
+        o.integers(0, 256, streams, lines.places * width // 8, sum(count for _, count, _ in runs)).to(torch.uint8)
+        for width, runs in layout
     ]
+    return CoefficientPlanes(packed, layout, 49, lines)
 
 
 def plane_logits(o: Operands) -> Case:
-    planes = _planes(o)
-    return (o.normal(planes[0][0].shape[0], o.shape.group * o.shape.queries, 49) * 0.1, planes), {}
+    codes = _coefficient_planes(o)
+    return (o.normal(codes.packed[0].shape[0], o.shape.group * o.shape.queries, 49) * 0.05, codes), {}
 
 
 def plane_mix(o: Operands) -> Case:
-    planes = _planes(o)
-    streams, num_bytes, _ = planes[0][0].shape
-    weights = o.uniform(streams, o.shape.group * o.shape.queries, 2 * num_bytes)
-    return (weights / weights.sum(-1, keepdim=True), planes), {}
+    codes = _coefficient_planes(o)
+    weights = o.uniform(codes.packed[0].shape[0], o.shape.group * o.shape.queries, o.shape.length)
+    return (weights / weights.sum(-1, keepdim=True), codes), {}
 
 
 # name -> (operands, public function, reference)

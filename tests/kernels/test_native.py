@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import Operands, Shape, coordinates, depth
+from cases import OPERATORS, Operands, Shape, coordinates, depth
 from tolerances import LOGITS, OUTPUT
 
-from freqdepth.planes import Plane
 from kvcore.kernels import backend_report, dispatch, native, reference, reference_compressed, torch_planes
 from kvcore.quant import pack
 
@@ -51,16 +50,15 @@ def test_sums_are_exact(width: int, num_rows: int, n: int, count: int) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("num_tokens", [32, 104, 520])
-def test_the_c_form_equals_the_torch_form(monkeypatch, num_tokens: int) -> None:
-    planes = [Plane(w, torch.randint(0, 2**w, (1, num_tokens, 11 * w), dtype=torch.uint8)) for w in (4, 2, 1)]
-    operands = [plane.operand for plane in planes]
-    rows, weights = torch.randn(1, 9, 77), torch.rand(1, 9, num_tokens)
-    found = torch_planes.plane_logits(rows, operands), torch_planes.plane_mix(weights, operands)
+@pytest.mark.parametrize("length", [32, 99, 520])
+@pytest.mark.parametrize("name", ["plane-logits", "plane-mix"])
+def test_the_c_form_equals_the_torch_form(monkeypatch, name: str, length: int) -> None:
+    build, public, _ = OPERATORS[name]
+    args, _ = build(Operands(0, Shape(batch=1, length=length), torch.float32, "cpu"))
+    found = public(*args)
     monkeypatch.setattr(torch_planes, "MOST_NATIVE_ROWS", 0)
-    expected = torch_planes.plane_logits(rows, operands), torch_planes.plane_mix(weights, operands)
-    for mine, other in zip(found, expected, strict=True):
-        assert torch.allclose(mine, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+    expected = public(*args)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 def lines(num_tokens: int, count: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,8 +219,9 @@ def test_off_by_choice_without_a_compiler_and_with_a_broken_one(monkeypatch, fre
     native._loaded.cache_clear()
     assert "cannot compile" in str(native.off_reason())
     assert not list((fresh / "kvcore").glob("*.so"))
-    plane = Plane(2, torch.randint(0, 4, (1, 32, 5), dtype=torch.uint8)).operand
-    assert torch_planes.plane_logits(torch.randn(1, 3, 5), [plane]).shape == (1, 3, 32)
+    build, public, _ = OPERATORS["plane-logits"]
+    args, _ = build(Operands(0, Shape(batch=1, length=32), torch.float32, "cpu"))
+    assert public(*args).shape[-1] == 32
 
 
 @needs_native

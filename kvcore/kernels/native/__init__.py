@@ -3,6 +3,8 @@
 Without a compiler, on another processor or with `KVCORE_NATIVE=0` the callers take their torch path: the same sums.
 
 planes.c         exact integer products with planes whose bytes lie coefficient by coefficient, and their codes
+plane_floats.c   fp32 products of a few rows with such planes (called from `plane_floats.py`)
+digits.c         rows as the integers that the products with planes take (called from `digits.py`)
 lines.c          fp32 products with lines packed by `kvcore.quant.pack`, whose bytes lie token by token
 coordinates.c    fp32 products with tokens kept as a few coordinates, a byte per token and line
 segments.c       sums of runs of neighbours
@@ -28,7 +30,8 @@ import torch
 from torch import Tensor
 
 _SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".c", ".h"))
-_FLAGS = ("-O3", "-shared", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni")
+# without contraction a product is rounded before it is added to, as in torch, where the source does not ask for more
+_FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni")
 _BUILD_SECONDS = 60
 
 
@@ -56,6 +59,10 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
         function.argtypes = [pointer, count, count, ctypes.c_int, pointer, count, count, pointer, count]
     library.plane_codes.argtypes = [pointer, count, count, count, ctypes.c_int, pointer, count, pointer, count, count]
     library.plane_codes.restype = None
+    for function in (library.plane_dot, library.plane_sum):
+        function.argtypes = [pointer, count, pointer, pointer, pointer, *[count] * 6, pointer, count, pointer, count]
+    library.plane_digits.argtypes = [pointer, *[count] * 3, pointer, count, ctypes.c_int, pointer, pointer]
+    library.line_digits.argtypes = [pointer, *[count] * 6, ctypes.c_int, pointer, pointer]
     lines = (pointer, ctypes.c_int, count, count, count, pointer, count)
     library.lines_logits.argtypes = [*lines, pointer, ctypes.c_int]
     library.lines_mix.argtypes = [*lines, count, pointer, ctypes.c_int]
