@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 _BISECTIONS = 60
+# Prices this close together select the same levels.
+_PRICE_MARGIN = 1 + 1e-9
 
 
 @dataclass
@@ -64,4 +66,6 @@ def choose_levels(offer: Offer, allowed: float) -> tuple[Tensor, float]:
             low = price
         else:
             high = price
+        if high <= low * _PRICE_MARGIN:
+            break
     return (loss + high * cost).argmin(0), high

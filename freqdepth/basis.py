@@ -200,11 +200,11 @@ def fitted(features: Tensor, basis: Tensor, refine: bool = False) -> tuple[Tenso
     inner = torch.matmul(basis, basis.mT)
     inner.diagonal(dim1=-2, dim2=-1).mul_(1 + 1e-6)
     projected = torch.matmul(features, basis.mT)
-    factor = torch.linalg.cholesky(inner)
-    found = torch.cholesky_solve(projected.mT, factor).mT
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(inner))
+    found = torch.matmul(projected, inverse)
     if refine:
         left = torch.matmul(features - torch.matmul(found, basis), basis.mT)
-        found = found + torch.cholesky_solve(left.mT, factor).mT
+        found = found + torch.matmul(left, inverse)
     return found.to(dtype), (found * projected).sum(-1).to(dtype)
 
 

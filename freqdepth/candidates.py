@@ -16,7 +16,7 @@ from freqdepth.basis import DctBasis
 from freqdepth.codes import UNQUANTIZED
 from freqdepth.drafts import BlockInput, Candidate
 from freqdepth.metric import Metric
-from freqdepth.transform import align_layers, depth_klt, stack_features
+from freqdepth.transform import align_layers, depth_klt
 
 if TYPE_CHECKING:
     from freqdepth.method import FreqDepth
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 _BASIS_BITS = {2: 3, 3: 4, 4: 5, 6: 7, 8: 8, UNQUANTIZED: UNQUANTIZED}
 # Most of a block's bytes that the metric's directions may take.
 _DIRECTION_SHARE = 0.04
+# Candidate columns for every one that is worth its bytes when coefficients take three bits on average. Spare ones
+# also make the leading ones exact: at 4,096 tokens 1.0 leaves 1.5% more energy outside of them than the best, 1.2 0.3%.
+_SPARE_COLUMNS = 1.1
+# Fewest tokens on which a first draft is judged, an even sample of the prompt: all are projected once only, onto
+# the basis as it will be stored.
+_ROUGH_TOKENS = 1024
 
 
 def column_width(options: FreqDepth, bits: int) -> int:
@@ -70,19 +76,18 @@ class CandidateMaker:
         return x.unsqueeze(1) if self.joint else x.unsqueeze(2)
 
     def _candidate(self, x: Tensor, metric: Metric, rank: int | None) -> Candidate:
-        mean = x.float().mean(2, keepdim=True).to(self.block.dtype)
-        centred = x.float() - mean.float()
+        mean = torch.stack([layer.float().mean(1, keepdim=True) for layer in x]).to(self.block.dtype)
         if self.options.basis != "klt":
-            return self._dct_candidate(centred, metric, mean)
-        felt = metric.felt(self._streams(centred))
-        features = stack_features(felt.flatten(1, 2), self.joint)
+            return self._dct_candidate(x.float() - mean.float(), metric, mean)
+        features = metric.features(self._streams(x), self._streams(mean))
         size = features.shape[-1]
         most = min(size, self._most_columns(size) if rank is None else rank)
         columns, energy = depth_klt(features, most, self.options.gram_tokens, self.options.subspace_iterations)
-        total = features[0].square().sum(-1).mean()
+        token_energy = torch.linalg.vector_norm(features, dim=-1).square()
+        stride = max(1, features.shape[1] // _ROUGH_TOKENS)
         return Candidate(
-            features, self._streams(mean), metric, columns, None, features @ columns,
-            energy[0].cumsum(0) / total.clamp_min(1e-30),
+            features, token_energy, self._streams(mean), metric, columns, None, features[:, ::stride] @ columns, stride,
+            energy[0].cumsum(0) / token_energy[0].mean().clamp_min(1e-30),
         )  # fmt: skip
 
     def _most_columns(self, size: int) -> int:
@@ -95,7 +100,7 @@ class CandidateMaker:
         narrow = min(self.options.coefficient_bits)
         bits = 8 * self.block.dtype.itemsize if narrow == UNQUANTIZED else max(narrow, 3)
         column = (bits * tokens + column_width(self.options, narrow) * size) / 8
-        return max(1, math.ceil(1.2 * self.expected_bytes / (2 * streams * column)))
+        return max(1, math.ceil(_SPARE_COLUMNS * self.expected_bytes / (2 * streams * column)))
 
     def _dct_candidate(self, centred: Tensor, metric: Metric, mean: Tensor) -> Candidate:
         num_layers, num_heads, _, head_dim = centred.shape
@@ -107,7 +112,8 @@ class CandidateMaker:
         coefficients = basis.project(centred.unsqueeze(2), basis.whole())
         energy = coefficients[0].square().sum(0).unflatten(0, (-1, head_dim)).sum(-1).cumsum(0)
         # a column mixes all layers: its weight is their mean
+        token_energy = centred.square().sum((0, 3))
         return Candidate(
-            centred, self._streams(mean), metric, None, rotation, coefficients,
-            energy / centred[:, 0].square().sum().clamp_min(1e-30),
+            centred, token_energy, self._streams(mean), metric, None, rotation, coefficients, 1,
+            energy / token_energy[0].sum().clamp_min(1e-30),
         )  # fmt: skip

@@ -48,11 +48,13 @@ class Candidate:
     """One side before quantisation: coefficients of every candidate column."""
 
     features: Tensor  # [S, M, D], centred and in the metric's domain; [J, H', M, d] centred with a DCT
+    token_energy: Tensor  # [S, M], squared length of each token's features
     mean: Tensor  # [J, S, Hs, 1, d]
     metric: Metric
     columns: Tensor | None  # KLT basis [S, D, R]
     rotation: Tensor | None
-    coefficients: Tensor  # [S, M, R]
+    coefficients: Tensor  # [S, m, R] of every `stride`-th token
+    stride: int
     energy: Tensor  # cumulative energy shares of stream 0, [R]
 
 
@@ -63,10 +65,11 @@ class DraftSide:
     Attributes:
         columns: indices of the kept coefficients, widest first.
         widths: (bits, coefficients) in that order.
-        raw: per width, codes or coefficients [S, M, R_w].
+        raw: per width, codes or coefficients [S, m, R_w] of every `stride`-th token.
         step: [S, R].
-        token_error: [S, M], squared error of each token in the candidate's domain (basis columns taken as exact).
+        token_error: [S, m], squared error of each of them in the candidate's domain (basis columns taken as exact).
         basis: as stored.
+        stride: 1 once the coefficients are fitted: all tokens.
     """
 
     columns: Tensor
@@ -75,6 +78,7 @@ class DraftSide:
     step: Tensor
     token_error: Tensor
     basis: DepthBasis
+    stride: int
 
 
 @dataclass
@@ -86,7 +90,8 @@ class Draft:
         num_bytes: what storing takes.
         price: λ, loss per byte.
         levels: chosen level of every candidate coefficient, keys first.
-        fitted: the coefficients make up for the rounding of the basis; False in a first, cheaper draft.
+        fitted: the coefficients make up for the rounding of the basis; False in a first, cheaper draft, which may
+            describe a part of the tokens only.
     """
 
     keys: DraftSide

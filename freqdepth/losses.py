@@ -50,24 +50,24 @@ def sampled_losses(block: BlockInput, fitter: SharedFitter, draft: Draft, tokens
 
 
 def token_losses(block: BlockInput, fitter: SharedFitter, draft: Draft) -> Tensor:
-    """Loss [H', M] of every head and middle token in the shared form.
+    """Loss [H', m] of every head and middle token that a draft describes, in the shared form.
 
     With a KLT, a token's squared error in the metric domain is its expected loss, known without any reconstruction;
     the level of each head comes from eq. 2 itself on an even sample of tokens. With a DCT every token is evaluated.
     With `probe_weighting=mixed` a token whose error stands out counts whether the probe looks at it or not: text that
     repeats itself is described well by few coefficients, and the one sentence that does not must not be lost among it.
     """
-    num_tokens, heads = block.keys.shape[2], fitter.heads
-    streams = draft.keys.token_error.shape[0]
+    heads, stride = fitter.heads, draft.keys.stride
+    streams, num_tokens = draft.keys.token_error.shape
     if fitter.options.basis != "klt":
         return sampled_losses(block, fitter, draft, torch.arange(num_tokens).expand(streams, -1))
     sample = torch.arange(0, num_tokens, max(1, num_tokens // _SAMPLE_TOKENS))
-    level = sampled_losses(block, fitter, draft, sample.expand(streams, -1)).sum(-1) * num_tokens / sample.shape[0]
+    level = sampled_losses(block, fitter, draft, (sample * stride).expand(streams, -1)).mean(-1)
     weight = block.token_weight[:, heads]
-    relative = (weight / weight.mean(-1, keepdim=True).clamp_min(1e-30)).mean(0)  # [H', M]
+    relative = (weight[..., ::stride] / weight.mean(-1, keepdim=True).clamp_min(1e-30)).mean(0)  # [H', m]
     error = draft.keys.token_error + draft.values.token_error
     felt = error * relative
-    level = level[:, None] / felt[:, sample].mean(-1, keepdim=True).clamp_min(1e-30) / num_tokens
+    level = level[:, None] / felt[:, sample].mean(-1, keepdim=True).clamp_min(1e-30)
     if fitter.options.probe_weighting == "mixed":
         outlying = error / (_STANDING_OUT * error.mean(-1, keepdim=True).clamp_min(1e-30))
         felt = felt + error * outlying.clamp_max(2) ** 4

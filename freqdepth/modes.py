@@ -111,6 +111,8 @@ class ModeChooser:
             raise SmallestBytesError(fitter.smallest() + len(exact) * self.exact_bytes)
         corrected = "residual" in self.options.modes
         draft = fitter.draft(allowed, fit=not corrected)
+        if draft.price == 0:  # corrections take nothing from it: it is final
+            draft = fitter.finished(draft)
         losses = token_losses(self.block, fitter, draft)
         best = self._with_residuals(fitter, draft, exact, losses, 0, allowed)
         if not corrected:
@@ -141,7 +143,7 @@ class ModeChooser:
         per_head = self._residual_bytes(8) / 8
         most = int(_RESIDUAL_LIMIT * self.allowed / (per_head * losses.shape[0]))
         worth = losses.sum(0) > price * per_head * losses.shape[0] if joint else losses > price * per_head
-        count = min(int(worth.sum(-1).float().mean()), most, self.num_tokens)
+        count = min(int(worth.float().mean() * self.num_tokens), most, self.num_tokens)
         return [count] if count >= _FEWEST_RESIDUALS else []
 
     def _with_residuals(
@@ -151,7 +153,7 @@ class ModeChooser:
         heads = fitter.heads
         order = (losses.sum(0, keepdim=True) if fitter.joint else losses).argsort(dim=-1, descending=True)
         corrected = losses.gather(1, order[:, :count].expand(len(heads), -1)).sum(-1)
-        shared = losses.sum(-1)
+        shared = losses.mean(-1) * self.num_tokens  # a first draft describes a part of the tokens
         if count == 0:
             return Plan(fitter, draft, heads, exact, [], shared.tolist(), order, 0, draft.price)
         left = 1.0 - _KEPT_ERROR.get(self.options.residual_bits, 0.0)

@@ -131,12 +131,11 @@ class PlanWriter:
     def _residual(self, which: int, side: SharedSide, draft: DraftSide, plan: Plan) -> ResidualStore:
         """Corrections of the residual heads' first tokens, as stored components."""
         members = [plan.heads.index(head) for head in plan.residual]
-        picked = plan.fitter.errors(which, draft, plan.order[:, : plan.count])[:, members]
+        errors = plan.fitter.errors(which, draft, plan.order[:, : plan.count])
         mixing = rotation = None
         if isinstance(side.basis, KltBasis):
-            every = plan.fitter.errors(which, draft, plan.order[:, : plan.count])
-            felt = side.basis.metric.felt(every.unflatten(1, side.basis.metric.shape[1:3])).flatten(1, 2)
-            picked = felt[:, members]
+            errors = side.basis.metric.felt(errors.unflatten(1, side.basis.metric.shape[1:3])).flatten(1, 2)
+        picked = errors[:, members]
         if isinstance(side.basis, DctBasis):
             if side.basis.rotation is not None:
                 rotation = side.basis.rotation[:, members]

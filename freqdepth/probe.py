@@ -15,9 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from freqdepth.felt import attention_rows, between, felt_evenly, felt_in_output, in_strips
+
 Weighting = Literal["mixed", "attention", "uniform"]
 # Distance of the rows among which those of high entropy are looked for, in tokens.
 CANDIDATE_STRIDE = 32
+# Rows whose entropy is computed together.
+_ENTROPY_STRIP = 8
 
 
 @dataclass
@@ -126,19 +130,15 @@ def _grouped(queries: Tensor, num_kv_heads: int) -> Tensor:
     return queries.float().unflatten(0, (num_kv_heads, -1))
 
 
-def attention_rows(queries: Tensor, positions: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Causal attention [H, G, P, n] of probe queries [H, G, P, d] at `positions` [P] over keys [H, n, d]."""
-    logits = torch.matmul(queries.flatten(1, 2) * scale, keys.float().mT).unflatten(1, queries.shape[1:3])
-    later = torch.arange(keys.shape[1], device=keys.device) > positions.to(keys.device)[:, None]
-    return logits.masked_fill_(later, float("-inf")).softmax(-1)
-
-
 def attention_entropy(queries: Tensor, positions: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Entropy [P] (nats, mean over heads) of the probe rows."""
-    if positions.numel() == 0:
-        return torch.empty(0)
-    weights = attention_rows(queries, positions, keys, scale)
-    return torch.special.entr(weights).sum(-1).mean((0, 1))
+    entropy, keys = torch.empty(positions.shape[0]), keys.float()
+    for rows, seen in in_strips(positions, _ENTROPY_STRIP):
+        weights = attention_rows(queries[:, :, rows], positions[rows], keys[:, :seen], scale)
+        # weights that underflow contribute nothing: 0 log 0 = 0
+        logs = weights.clamp_min(1e-38).log_()
+        entropy[rows] = -logs.mul_(weights).sum(-1).mean((0, 1)).cpu()
+    return entropy
 
 
 @dataclass
@@ -187,14 +187,14 @@ def probe_layer(
         floor: smallest channel weight of the keys, as a share of the head's mean (squared).
         paired: the two channels that RoPE turns together get their mean weight (for keys stored before RoPE).
     """
-    rows, values = queries.flatten(1, 2) * scale, values.float()
+    keys, values = keys.float(), values.float()
     felt = [
-        _felt_evenly(rows, keys, values)
+        felt_evenly(queries.flatten(1, 2) * scale, keys, values)
         if kind == "uniform"
-        else _felt_in_output(rows, attention_rows(queries, positions, keys, scale).flatten(1, 2), values)
+        else felt_in_output(queries, positions, keys, values, scale)
         for kind in (("uniform", "attention") if weighting == "mixed" else (weighting,))
     ]
-    moment, value_weight, token_weight = felt[0] if len(felt) == 1 else _between(*felt)
+    moment, value_weight, token_weight = felt[0] if len(felt) == 1 else between(*felt)
     channel = moment.diagonal(dim1=1, dim2=2)
     if paired:
         first, second = channel.chunk(2, dim=-1)
@@ -202,41 +202,3 @@ def probe_layer(
     least = (floor * channel.mean(-1, keepdim=True)).clamp_min(1e-20)
     full_moment = None if paired else moment + torch.diag_embed(least.expand_as(channel))
     return LayerProbe(queries * scale, (channel + least).sqrt(), value_weight, token_weight, full_moment)
-
-
-# what errors do: the keys' moment [H, d, d], the values' weight [H], the tokens' weights [H, n]
-_Felt = tuple[Tensor, Tensor, Tensor]
-
-
-def _felt_evenly(rows: Tensor, keys: Tensor, values: Tensor) -> _Felt:
-    """Of eq. 2 as printed, for rows [H, G * P, d] (scaled), relative to the energy of the logits and values."""
-    moment = torch.matmul(rows.mT, rows) / rows.shape[1]
-    channel = moment.diagonal(dim1=1, dim2=2)
-    energy = (channel.unsqueeze(1) * keys.float().square()).sum((1, 2)).clamp_min(1e-20)
-    value_weight = values.square().sum((1, 2)).clamp_min(1e-20).rsqrt()
-    token_weight = energy.reciprocal()[:, None].expand(-1, keys.shape[1])
-    return moment / energy[:, None, None], value_weight, token_weight
-
-
-def _felt_in_output(rows: Tensor, weights: Tensor, values: Tensor) -> _Felt:
-    """Of the rows' outputs, for their attention [H, G * P, n]."""
-    num_tokens = values.shape[1]
-    output = torch.matmul(weights, values)
-    output_energy = output.square().sum(-1, keepdim=True)
-    distance = values.square().sum(-1).unsqueeze(1) - 2 * torch.matmul(output, values.mT) + output_energy
-    squared = weights.square_()
-    value_mass = squared.sum((1, 2))
-    squared *= distance.clamp_min_(0)
-    total = output_energy.sum((1, 2)).clamp_min(1e-20)
-    moment = torch.matmul((squared.sum(-1, keepdim=True) * rows).mT, rows) / (total * num_tokens)[:, None, None]
-    value_weight = (value_mass / (total * num_tokens)).clamp_min(1e-20).sqrt()
-    return moment, value_weight, squared.sum(1) / total[:, None]
-
-
-def _between(even: _Felt, output: _Felt) -> _Felt:
-    """Heads and tokens by the geometric mean of their levels, directions by the mean of their shapes."""
-    (first, first_value, first_token), (second, second_value, second_token) = even, output
-    levels = [moment.diagonal(dim1=1, dim2=2).sum(-1).clamp_min(1e-20)[:, None, None] for moment in (first, second)]
-    shape = (first / levels[0] + second / levels[1]) / 2
-    token_weight = (first_token * second_token.clamp_min(1e-12)).sqrt()
-    return shape * (levels[0] * levels[1]).sqrt(), (first_value * second_value).sqrt(), token_weight

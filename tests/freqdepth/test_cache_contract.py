@@ -165,8 +165,9 @@ def test_chunked_prefill_equals_one_forward(model) -> None:
     unquantised = {"coefficient_bits": (16,), "modes": ("shared",), "window_bits": 16, "budget": 0.9}
     assert max(chunked_difference(model, seed, **unquantised) for seed in range(4)) < 0.01
     # with codes another summation order turns directions of equal energy and tips codes over: well below what they cost
-    apart = [chunked_difference(model, seed) for seed in range(4)]
-    lost = [chunked_difference(model, seed, "full") for seed in range(4)]
+    # (of two versions that differ in rounding only, 4 prompts give ratios of 0.48 and 0.55, 12 prompts 0.37 and 0.44)
+    apart = [chunked_difference(model, seed) for seed in range(12)]
+    lost = [chunked_difference(model, seed, "full") for seed in range(12)]
     assert sum(apart) < sum(lost) / 2
 
 

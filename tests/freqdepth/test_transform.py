@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from freqdepth.method import FreqDepth
+from freqdepth.metric import Metric
 from freqdepth.transform import (
     align_layers,
     dct_basis,
@@ -84,3 +85,15 @@ def test_gram_matrix_of_strips_is_the_product(size: int) -> None:
     gram = gram_matrix(x)
     assert torch.equal(gram, gram.mT)
     assert torch.allclose(gram, x.mT @ x, atol=1e-4)
+
+
+@pytest.mark.parametrize(("streams", "heads"), [(1, 3), (3, 1)])
+@pytest.mark.parametrize("directions", [0, 2])
+def test_features_are_what_is_felt_side_by_side(streams: int, heads: int, directions: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, streams, heads, 20, 8, generator=generator)
+    rows = torch.randn(2, streams, heads, 30, 8, generator=generator)
+    metric = Metric.of_moments(rows.mT @ rows, directions, torch.float32)
+    mean = x.mean(3, keepdim=True)
+    felt = stack_features(metric.felt(x - mean).flatten(1, 2), joint=streams == 1)
+    assert torch.allclose(metric.features(x, mean), felt, atol=1e-5, rtol=1e-5)
