@@ -108,8 +108,11 @@ def depth_klt(features: Tensor, rank: int, max_tokens: int, iterations: int, see
 
 
 def _independent(x: Tensor) -> Tensor:
-    """Well conditioned columns that span those of [S, D, R]: the L of an LU decomposition, cheaper than a QR's Q."""
-    factors, pivots = torch.linalg.lu_factor(x)
+    """Well conditioned columns that span those of [S, D, R]: the L of an LU decomposition, cheaper than a QR's Q.
+
+    Text of very few different tokens has fewer directions than columns; L is whole then, too, and spans more.
+    """
+    factors, pivots, _ = torch.linalg.lu_factor_ex(x)
     swaps, lower, _ = torch.lu_unpack(factors, pivots, unpack_pivots=True)
     return lower.gather(1, swaps.argmax(-1, keepdim=True).expand_as(lower))
 

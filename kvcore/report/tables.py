@@ -58,7 +58,7 @@ def summary_cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[
     shown = [row for row in rows if row["task"] in (overall or tasks)]
     metrics = list(dict.fromkeys(row["metric"] for row in shown))
     columns = ["method", "task", "context", "budget", "n", *(METRIC_NAMES.get(m, m) for m in metrics)]
-    columns += ["device share", "attended", "host MB", "h2d KB/token", "stall ms/token", "prefill s", "ms/token"]
+    columns += ["device share", "attended", "host MB", "h2d KB/token", "prefill s", "ms/token"]
     lines = []
     for key in dict.fromkeys(_row_key(row) for row in shown):
         group = {row["metric"]: row for row in shown if _row_key(row) == key}
@@ -72,12 +72,17 @@ def summary_cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[
             _format(first.get("attended_share"), ".3f"),
             _format(first.get("host_bytes"), ".1f", 1e-6),
             _format(first.get("h2d_bytes_per_token"), ".1f", 1e-3),
-            _format(first.get("h2d_stall_ms_per_token"), ".1f"),
             _format(first.get("prefill_seconds"), ".1f"),
-            _format(first.get("ms_per_token"), ".0f"),
+            _format(first.get("ms_per_token"), ".0f") + _waited(first),
         ]
         lines.append(cells)
     return columns, lines
+
+
+def _waited(row: dict[str, Any]) -> str:
+    """How much of a token's time was a wait for rows of the host, where there was any."""
+    stall = row.get("h2d_stall_ms_per_token") or 0.0
+    return f" ({stall:.1f} waited)" if stall else ""
 
 
 def _row_key(row: dict[str, Any]) -> tuple[Any, ...]:

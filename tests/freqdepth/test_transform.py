@@ -97,3 +97,13 @@ def test_features_are_what_is_felt_side_by_side(streams: int, heads: int, direct
     mean = x.mean(3, keepdim=True)
     felt = stack_features(metric.felt(x - mean).flatten(1, 2), joint=streams == 1)
     assert torch.allclose(metric.features(x, mean), felt, atol=1e-5, rtol=1e-5)
+
+
+def test_directions_of_a_text_of_few_different_tokens() -> None:
+    """The Gram matrix has fewer directions than there are columns: no factorisation may fail or leave its space."""
+    features = torch.randn(1, 3, 64)[:, torch.arange(200) % 3]
+    basis, energy = depth_klt(features, 20, 4096, 2)
+    assert basis.isfinite().all() and energy.isfinite().all()
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(20)[None], atol=1e-4, rtol=0)
+    projected = features @ basis[..., :3] @ basis[..., :3].mT
+    torch.testing.assert_close(projected, features, atol=1e-3, rtol=1e-3)
