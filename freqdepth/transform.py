@@ -55,15 +55,8 @@ def align_layers(x: Tensor) -> Tensor:
     return rotation
 
 
-def stack_features(x: Tensor, joint: bool) -> Tensor:
-    """Layers (and with `joint` heads) side by side: [J, H, M, d] -> [S, M, D], fp32, features ordered (j, h, d)."""
-    if joint:
-        return x.float().permute(2, 0, 1, 3).flatten(1).unsqueeze(0)
-    return x.float().permute(1, 2, 0, 3).flatten(2)
-
-
 def unstack_features(features: Tensor, num_layers: int, head_dim: int) -> Tensor:
-    """The inverse of `stack_features`: [S, M, D] -> [J, H, M, d]."""
+    """Features, ordered (j, h, d), as vectors of every layer and head: [S, M, D] -> [J, H, M, d]."""
     split = features.unflatten(-1, (num_layers, -1, head_dim))  # [S, M, J, Hs, d]
     return split.permute(2, 0, 3, 1, 4).flatten(1, 2)
 

@@ -17,11 +17,17 @@ from freqdepth.transform import (
     depth_transform,
     gram_matrix,
     inverse_depth_transform,
-    stack_features,
     unstack_features,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
+
+def stack_features(x: torch.Tensor, joint: bool) -> torch.Tensor:
+    """Layers (and with `joint` heads) side by side: [J, H, M, d] -> [S, M, D], features ordered (j, h, d)."""
+    if joint:
+        return x.float().permute(2, 0, 1, 3).flatten(1).unsqueeze(0)
+    return x.float().permute(1, 2, 0, 3).flatten(2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 10, 15, 30])
