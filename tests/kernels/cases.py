@@ -188,7 +188,8 @@ def _coefficient_planes(o: Operands) -> CoefficientPlanes:
 
 def plane_logits(o: Operands) -> Case:
     codes = _coefficient_planes(o)
-    return (o.normal(codes.packed[0].shape[0], o.shape.group * o.shape.queries, 49) * 0.05, codes), {}
+    # so small that what integers may be off by, 2 ** -15 of the largest entry times the sum of the codes, is tolerated
+    return (o.normal(codes.packed[0].shape[0], o.shape.group * o.shape.queries, 49) * 0.01, codes), {}
 
 
 def plane_mix(o: Operands) -> Case:
